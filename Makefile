@@ -1,0 +1,48 @@
+# `make demo` and `make test` need git, make and a Python of 3.12 or later; everything else goes into .venv.
+VENV  := .venv
+STAMP := $(VENV)/.stamp
+PY    := $(VENV)/bin/python
+# Workers of the test run; 0 runs the tests in one process.
+JOBS  ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check pytest soak format protos family family-full clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+# A set-up that was interrupted leaves no stamp, and the next one starts afresh.
+$(STAMP): pyproject.toml constraints.txt tools/find-python tools/set-up
+	@tools/set-up $(VENV)
+
+setup: $(STAMP)  ## Install everything into .venv
+
+demo: $(STAMP)  ## Convert the demo family, serve all of it and show what it answers
+	$(VENV)/bin/zen demo
+
+test: check pytest  ## Run the checks, then the tests
+
+check: $(STAMP)  ## Lint, types, layers, sizes, and freshness of the generated code
+	@tools/check $(VENV)
+
+pytest: $(STAMP) | check
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile
+
+soak: $(STAMP)  ## Run the same tests at larger counts (tens of minutes)
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile --soak --timeout 1800
+
+format: $(STAMP)  ## Sort imports and format the sources
+	$(VENV)/bin/ruff check --fix-only .
+	$(VENV)/bin/ruff format .
+
+protos: $(STAMP)  ## Generate the code beside protos/zen/v1/*.proto again
+	$(PY) tools/protos.py write
+
+family: $(STAMP)  ## Train the demo family again (hours)
+	$(PY) -m zen_jax.training.family train
+
+family-full: $(STAMP)  ## Write every fine-tune of the family as a full Hugging Face folder
+	$(PY) -m zen_jax.training.family full family-full
+
+clean:  ## Remove .venv and everything else that git ignores
+	git clean -fdXq

@@ -1,0 +1,1 @@
+"""Kernels: the bit layout, and the products that read it."""
