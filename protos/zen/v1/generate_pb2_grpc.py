@@ -57,8 +57,9 @@ class GenerateServiceServicer:
         FAILED_PRECONDITION  the variant could not be loaded, or does not fit this server
         RESOURCE_EXHAUSTED   the server has enough to do; RetryInfo says when to come back
         DEADLINE_EXCEEDED    the call's deadline passed, waiting or running
-        ABORTED              the variant was withdrawn while it answered
+        ABORTED              the variant was unloaded while the request waited for it
         DATA_LOSS            the variant's files are damaged
+        CANCELLED            the client cancelled, or did not read what was sent to it
         UNAVAILABLE          the server is starting or stopping
         INTERNAL             a fault of the server; the message holds an id to look for in its log
         """
