@@ -1,7 +1,7 @@
 """What a model is: its architecture, read from a Hugging Face configuration.
 
-Knows nothing of sizes of batches or caches (``EngineConfig``) nor of where weights lie. A setting that would change the
-arithmetic and is not implemented is an error, never ignored.
+Knows nothing of sizes of batches or caches (``EngineConfig``) nor of where weights lie. A setting
+that would change the arithmetic and is not implemented is an error, never ignored.
 """
 
 import dataclasses
@@ -98,8 +98,8 @@ class ModelConfig:
           config: the parsed file.
 
         Raises:
-          ValueError: a needed setting is missing, a setting has a value that is not implemented, or a setting is not
-            known here and might change the arithmetic.
+          ValueError: a needed setting is missing, a setting has a value that is not implemented, or
+            a setting is not known here and might change the arithmetic.
         """
         missing = [key for key in ["model_type", *_READ.values()] if key not in config]
         if missing:
@@ -131,8 +131,8 @@ class ModelConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The settings of a Hugging Face ``config.json`` that `from_hf` reads back to an equal value."""
-        return {
+        """The settings of a Hugging Face ``config.json`` that `from_hf` reads back to an equal
+        value.""" return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "hidden_act": "silu",

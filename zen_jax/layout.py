@@ -1,8 +1,10 @@
-"""The parameters of a model, described once: name, shape, logical axes, how they are fused from a checkpoint's tensors.
+"""The parameters of a model, described once: name, shape, logical axes, how they are fused from a
+checkpoint's tensors.
 
-Initialisation, sharding, loading and the bank's shapes all follow from `param_specs`. In ``Params`` q, k and v of a layer
-lie fused as [K, (N/K + 2) H, D], one group a kv head (its query heads, then its key, then its value), and gate and up as
-[2, F, D], so that a shard along K or F keeps whole groups. Tensors in files keep Hugging Face names and shapes.
+Initialisation, sharding, loading and the bank's shapes all follow from `param_specs`. In ``Params``
+q, k and v of a layer lie fused as [K, (N/K + 2) H, D], one group a kv head (its query heads, then
+its key, then its value), and gate and up as [2, F, D], so that a shard along K or F keeps whole
+groups. Tensors in files keep Hugging Face names and shapes.
 """
 
 import dataclasses
@@ -81,15 +83,15 @@ def param_specs(config: ModelConfig) -> Params:
 
 
 def map_specs(function: Callable[..., Any], config: ModelConfig, *trees: Any) -> Params:
-    """Applies ``function(spec, *leaves)`` over ``param_specs(config)`` and trees of its structure."""
-    return jax.tree.map(
+    """Applies ``function(spec, *leaves)`` over ``param_specs(config)`` and trees of its
+    structure.""" return jax.tree.map(
         function, param_specs(config), *trees, is_leaf=lambda x: isinstance(x, ParamSpec)
     )
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor that a checkpoint of this model has; no head when it is tied."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    """Hugging Face name -> shape of every tensor that a checkpoint of this model has; no head when
+    it is tied.""" shapes: dict[str, tuple[int, ...]] = {}
 
     def add(spec: ParamSpec) -> None:
         for name, rows in zip(spec.sources, _source_rows(config, spec), strict=True):
@@ -120,7 +122,9 @@ def _fuse_rows(config: ModelConfig, spec: ParamSpec, parts: list[Array], axis: i
         return parts[0]
     groups = config.num_kv_heads if len(parts) == 3 else 1
     grouped = [
-        part.reshape(*part.shape[:axis], groups, part.shape[axis] // groups, *part.shape[axis + 1 :])
+        part.reshape(
+            *part.shape[:axis], groups, part.shape[axis] // groups, *part.shape[axis + 1 :]
+        )
         for part in parts
     ]
     fused = _concatenate(grouped, axis + 1)
@@ -168,13 +172,16 @@ def unfuse(config: ModelConfig, params: Params) -> dict[str, Array]:
 
 
 def fuse_delta(config: ModelConfig, tensors: Mapping[str, WeightDelta]) -> Params:
-    """A variant's deltas by Hugging Face tensor -> a tree of `WeightDelta` in the shape of ``Params``.
+    """A variant's deltas by Hugging Face tensor -> a tree of `WeightDelta` in the shape of
+    ``Params``.
 
-    Scales of one per matrix are broadcast to one per row. Where the sources of a fused weight differ in levels, the
-    missing ones get scale 0; where some have a dense part, the others' is zero.
+    Scales of one per matrix are broadcast to one per row. Where the sources of a fused weight
+    differ in levels, the missing ones get scale 0; where some have a dense part, the others' is
+    zero.
 
     Raises:
-      ValueError: a tensor is missing, is not one of this model's, or does not fit the shape that it should have.
+      ValueError: a tensor is missing, is not one of this model's, or does not fit the shape that it
+        should have.
     """
     shapes = tensor_shapes(config)
     _check_names(shapes, tensors)
@@ -219,7 +226,9 @@ def _check_delta(name: str, delta: WeightDelta, shape: tuple[int, ...]) -> None:
     if delta.bits is not None:
         levels, want = delta.bits.shape[0], (shape[0], -(-shape[-1] // 8))
         if delta.bits.shape[1:] != want:
-            raise ValueError(f"{name}: bits have shape {delta.bits.shape}; expected [levels, {want}]")
+            raise ValueError(
+                f"{name}: bits have shape {delta.bits.shape}; expected [levels, {want}]"
+            )
         if delta.scale is None or delta.scale.shape not in ((levels, shape[0]), (levels, 1)):
             raise ValueError(f"{name}: scale does not fit bits of shape {delta.bits.shape}")
     if delta.dense is not None and tuple(delta.dense.shape) != shape:
@@ -227,8 +236,8 @@ def _check_delta(name: str, delta: WeightDelta, shape: tuple[int, ...]) -> None:
 
 
 def _pad_levels(delta: WeightDelta, levels: int, rows: int, size: int) -> tuple[Array, Array]:
-    """(bits uint8[levels, rows, I/8], scale float32[levels, rows]) with absent levels at scale 0."""
-    bits = np.zeros((levels, rows, -(-size // 8)), np.uint8)
+    """(bits uint8[levels, rows, I/8], scale float32[levels, rows]) with absent levels at scale
+    0.""" bits = np.zeros((levels, rows, -(-size // 8)), np.uint8)
     scale = np.zeros((levels, rows), np.float32)
     if delta.bits is not None and delta.scale is not None:
         bits[: delta.bits.shape[0]] = delta.bits

@@ -1,4 +1,5 @@
-"""The one leaf type that the store, the bank and ``linear()`` share: what a variant adds to one weight of the base."""
+"""The one leaf type that the store, the bank and ``linear()`` share: what a variant adds to one
+weight of the base."""
 
 import dataclasses
 from typing import Any
@@ -12,12 +13,14 @@ Array = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightDelta:
-    """What is added to one weight W[*out, I] of the base; the parts add up, and all None means the base's own tensor.
+    """What is added to one weight W[*out, I] of the base; the parts add up, and all None means the
+    base's own tensor.
 
     In a bank every part has one more axis in front, M, the resident variants.
 
     Attributes:
-      bits: uint8[levels, *out, ceil(I / 8)], signs as `pallas_kernels.packing` defines them; 1 is +1.
+      bits: uint8[levels, *out, ceil(I / 8)], signs as `pallas_kernels.packing` defines them; 1 is
+        +1.
       scale: float32[levels, *out], or float32[levels, 1, ...] for one scale a matrix.
       low_rank: (a[R, I], b[*out, R]) in float32 or bfloat16; adds b @ a.
       dense: [*out, I], the difference itself.

@@ -1,0 +1,225 @@
+"""Products with weights: the only place that knows whether a weight carries a delta.
+
+A weight in ``Params`` is an array, or a `Weight`: the base's array with one variant's delta, or
+with a bank of them and the slot of each row. Under a mesh every product runs inside shard_map,
+column-parallel when an output dimension is sharded and row-parallel (one sum over the mesh) when
+the input dimension is: XLA left alone would gather whole weights first.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from pallas_kernels.bitdelta_matmul import reference
+from zen_jax.delta.format import WeightDelta
+from zen_jax.sharding import Placement
+
+Axes = tuple[str | None, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A base weight together with what variants add to it.
+
+    Attributes:
+      base: [*out, I], or [D] for a vector.
+      delta: one variant's when `slots` is None, else a bank's leaf with axis M in front.
+      slots: int32[B], the slot of each row of a batch; one outside 0..M-1 reads as the base.
+    """
+
+    base: jax.Array
+    delta: WeightDelta
+    slots: jax.Array | None = None
+
+
+def as_bank(w: Weight, rows: int) -> tuple[WeightDelta, jax.Array]:
+    """A weight's deltas as a bank and the slots of `rows` rows, whichever form it has."""
+    if w.slots is not None:
+        return w.delta, w.slots
+    return jax.tree.map(lambda part: part[None], w.delta), jnp.zeros((rows,), jnp.int32)
+
+
+def linear(
+    x: jax.Array, w: jax.Array | Weight, axes: Axes, placement: Placement | None = None
+) -> jax.Array:
+    """x W^T, with each row's delta added where the weight carries one.
+
+    Args:
+      x: float[B, T, I]; row b belongs to the variant in slot b.
+      w: [*out, I].
+      axes: logical axes of the weight's dimensions.
+      placement: the mesh, or None for one device.
+
+    Returns:
+      [B, T, *out] in x's dtype, summed in float32.
+
+    Raises:
+      ValueError: the input sizes of x and w differ.
+    """
+    base = w.base if isinstance(w, Weight) else w
+    if x.ndim != 3 or x.shape[-1] != base.shape[-1]:
+        raise ValueError(
+            f"x has shape {x.shape}; expected [B, T, {base.shape[-1]}] for this weight"
+        )
+    bank, slots = as_bank(w, x.shape[0]) if isinstance(w, Weight) else (WeightDelta(), None)
+    if placement is None:
+        return _local(x, base, bank, slots)
+    return _sharded(x, base, bank, slots, axes, placement)
+
+
+def _local(x: jax.Array, base: jax.Array, bank: WeightDelta, slots: jax.Array | None) -> jax.Array:
+    """`linear` on one device, or on one shard."""
+    out, size = base.shape[:-1], base.shape[-1]
+    outputs = math.prod(out)
+    w = base.reshape(outputs, size)
+    if bank.bits is None or bank.scale is None or slots is None:
+        y = reference.base_matmul(x, w)
+    else:
+        m, levels = bank.bits.shape[:2]
+        bits = bank.bits.reshape(m, levels, outputs, -1)
+        scale = bank.scale.reshape(m, levels, outputs)
+        if x.shape[0] == 1:  # one variant: its signs are unpacked once for all tokens
+            slot = slots[0]
+            valid = (slot >= 0) & (slot < m)
+            one = jnp.where(valid, slot, 0)
+            alpha = jnp.where(valid, scale[one], 0.0)
+            y = reference.bitdelta_matmul(x, w, bits[one], alpha)
+        else:
+            y = reference.bitdelta_matmul_mixed(x, w, bits, scale, slots)
+    if bank.dense is not None and slots is not None:
+        y += _dense_rows(x, bank.dense.reshape(-1, outputs, size), slots)
+    return y.reshape(*x.shape[:-1], *out).astype(x.dtype)
+
+
+def _dense_rows(x: jax.Array, dense: jax.Array, slots: jax.Array) -> jax.Array:
+    """x[B, T, I] . dense[slot of b][O, I] -> float32[B, T, O], by tiles of output rows."""
+    valid = (slots >= 0) & (slots < dense.shape[0])
+    index = jnp.where(valid, slots, 0)
+    row_bytes = x.shape[0] * dense.shape[-1] * x.dtype.itemsize
+
+    def tile(rows: Any) -> jax.Array:
+        part = rows(dense, 1)[index].astype(x.dtype)
+        return jnp.einsum(
+            "bti,boi->bto",
+            x,
+            part,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+
+    y = reference.over_tiles(tile, dense.shape[1], row_bytes, x.shape[:-1])
+    return jnp.where(valid[:, None, None], y, 0.0)
+
+
+def _sharded(
+    x: jax.Array,
+    base: jax.Array,
+    bank: WeightDelta,
+    slots: jax.Array | None,
+    axes: Axes,
+    placement: Placement,
+) -> jax.Array:
+    """`linear` inside shard_map; x is replicated, or sharded along I as the weight is."""
+    mesh_axes = placement.spec(axes)
+    over = mesh_axes[-1]
+    packed = PartitionSpec(None, None, *mesh_axes)
+    specs = WeightDelta(
+        bits=None if bank.bits is None else packed,
+        scale=None if bank.scale is None else PartitionSpec(None, None, *mesh_axes[:-1]),
+        dense=None if bank.dense is None else PartitionSpec(None, *mesh_axes),
+    )
+
+    def shard(x: Any, base: Any, bank: WeightDelta, slots: Any) -> jax.Array:
+        y = _local(x, base, bank, slots)
+        return y if over is None else jax.lax.psum(y, over)
+
+    return jax.shard_map(
+        shard,
+        mesh=placement.mesh,
+        in_specs=(PartitionSpec(None, None, over), mesh_axes, specs, PartitionSpec()),
+        out_specs=PartitionSpec(None, None, *mesh_axes[:-1]),
+        check_vma=False,
+    )(x, base, bank, slots)
+
+
+def embed(
+    ids: jax.Array,
+    w: jax.Array | Weight,
+    axes: Axes,
+    dtype: jax.typing.DTypeLike,
+    placement: Placement | None = None,
+) -> jax.Array:
+    """Looks tokens up, each row of the batch in its own variant's embedding.
+
+    Args:
+      ids: int32[B, T], in 0..V-1.
+      w: [V, D].
+      axes: logical axes of w.
+      dtype: of the result.
+      placement: the mesh, or None for one device.
+
+    Returns:
+      dtype[B, T, D], replicated.
+    """
+    base = w.base if isinstance(w, Weight) else w
+    bank, slots = as_bank(w, ids.shape[0]) if isinstance(w, Weight) else (WeightDelta(), None)
+    over = None if placement is None else placement.mesh_axis(axes[0])
+    if placement is None or over is None:
+        return _embed_local(ids, base, bank, slots).astype(dtype)
+
+    def shard(ids: Any, base: Any, bank: WeightDelta, slots: Any) -> jax.Array:
+        local = ids - jax.lax.axis_index(over) * base.shape[0]
+        here = (local >= 0) & (local < base.shape[0])
+        y = _embed_local(jnp.where(here, local, 0), base, bank, slots)
+        return jax.lax.psum(jnp.where(here[..., None], y, 0.0), over)
+
+    specs = WeightDelta(
+        bits=None if bank.bits is None else PartitionSpec(None, None, over, None),
+        scale=None if bank.scale is None else PartitionSpec(None, None, over),
+        dense=None if bank.dense is None else PartitionSpec(None, over, None),
+    )
+    return jax.shard_map(
+        shard,
+        mesh=placement.mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(over, None), specs, PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(ids, base, bank, slots).astype(dtype)
+
+
+def _embed_local(
+    ids: jax.Array, base: jax.Array, bank: WeightDelta, slots: jax.Array | None
+) -> jax.Array:
+    """`embed` on one device, or on one shard -> float32[B, T, D]."""
+    if bank.bits is None or bank.scale is None or slots is None:
+        y = base[ids].astype(jnp.float32)
+    else:
+        y = reference.bitdelta_embed(ids, base, bank.bits, bank.scale, slots)
+    if bank.dense is not None and slots is not None:
+        valid = (slots >= 0) & (slots < bank.dense.shape[0])
+        index = jnp.where(valid, slots, 0)
+        y += jnp.where(valid[:, None, None], bank.dense[index[:, None], ids], 0.0)
+    return y
+
+
+def vector(w: jax.Array | Weight) -> jax.Array:
+    """A vector weight as each row of a batch has it: float32[D], or float32[B, 1, D] with slots.
+
+    Args:
+      w: [D].
+    """
+    if not isinstance(w, Weight):
+        return w.astype(jnp.float32)
+    base = w.base.astype(jnp.float32)
+    if w.delta.dense is None:
+        return base
+    if w.slots is None:
+        return base + w.delta.dense
+    valid = (w.slots >= 0) & (w.slots < w.delta.dense.shape[0])
+    added = w.delta.dense[jnp.where(valid, w.slots, 0)]
+    return base + jnp.where(valid[:, None], added, 0.0)[:, None, :]

@@ -1,0 +1,228 @@
+"""The transformer of the Llama family, in Flax NNX over plain dicts.
+
+Modules are split once; a jitted function takes ``Params`` (plain arrays, or `Weight` leaves that
+carry deltas) and merges them inside. Passing another tree of the same shapes compiles nothing.
+
+Letters: B batch, T query, S cache, D model, N heads, K kv heads, G = N / K, H head size,
+F feed-forward, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from zen_jax.attention import attend, rotary_angles, rotate
+from zen_jax.config import ModelConfig
+from zen_jax.kv_cache import LayerCache, write_token
+from zen_jax.layout import Params, ParamSpec, map_specs, param_specs
+from zen_jax.linear import embed, linear, vector
+from zen_jax.sharding import Placement
+
+Merge = Callable[[Params], "Transformer"]
+
+
+class Linear(nnx.Module):
+    """A weight [*out, I] and the logical axes of its dimensions."""
+
+    def __init__(self, spec: ParamSpec, placement: Placement | None) -> None:
+        self.weight = nnx.Param(jnp.zeros(spec.shape))
+        self.axes = spec.axes
+        self.placement = placement
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, I] -> [B, T, *out]."""
+        return linear(x, self.weight.get_value(), self.axes, self.placement)
+
+
+class Embedding(Linear):
+    """A weight [V, D]: looked up by token, and the head too when that is tied."""
+
+    def lookup(self, tokens: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """int32[B, T] -> dtype[B, T, D]."""
+        return embed(tokens, self.weight.get_value(), self.axes, dtype, self.placement)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) times a vector (arXiv:1910.07467)."""
+
+    def __init__(self, spec: ParamSpec, eps: float) -> None:
+        self.weight = nnx.Param(jnp.zeros(spec.shape))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> the same shape and dtype; inside float32."""
+        wide = x.astype(jnp.float32)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * vector(self.weight.get_value())).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary embedding over a fused q|k|v weight."""
+
+    def __init__(self, config: ModelConfig, specs: Params, placement: Placement | None) -> None:
+        self.qkv = Linear(specs["qkv"], placement)
+        self.o = Linear(specs["o"], placement)
+        self.config = config
+
+    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[B, T, D] -> q[B, T, K, G, H], k[B, T, K, H] (both turned by rope), v[B, T, K, H]."""
+        config, (batch, length) = self.config, x.shape[:2]
+        qkv = self.qkv(x).reshape(batch, length, config.num_kv_heads, -1, config.head_dim)
+        angles = rotary_angles(positions, config.head_dim, config.rope_theta)
+        angles = angles[0][:, :, None], angles[1][:, :, None]
+        turned = rotate(qkv[..., :-1, :], angles)
+        return turned[..., :-1, :], turned[..., -1, :], qkv[..., -1, :]
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache]:
+        """Attends causally to x itself, or, one token a row, to the cache.
+
+        Returns the output [B, T, D] and the layer's keys and values: x's own, or the cache with
+        them written at ``positions``.
+        """
+        q, k, v = self.project(x, positions)
+        if cache is None:
+            seen = LayerCache(k, v)
+            mask = positions[:, :, None] >= positions[:, None, :]
+        else:
+            seen = write_token(cache, k, v, positions[:, 0])
+            mask = jnp.arange(cache.k.shape[1]) <= positions[:, :, None]
+        y = attend(q, seen.k.astype(q.dtype), seen.v.astype(q.dtype), mask)
+        return self.o(y.reshape(*x.shape[:2], -1)), seen
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)) over a fused gate|up weight."""
+
+    def __init__(self, specs: Params, placement: Placement | None) -> None:
+        self.gate_up = Linear(specs["gate_up"], placement)
+        self.down = Linear(specs["down"], placement)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        both = self.gate_up(x)
+        return self.down(jax.nn.silu(both[:, :, 0]) * both[:, :, 1])
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each after a norm and added to the residual."""
+
+    def __init__(self, config: ModelConfig, specs: Params, placement: Placement | None) -> None:
+        self.attn_norm = RMSNorm(specs["attn_norm"], config.rms_norm_eps)
+        self.attention = Attention(config, specs, placement)
+        self.mlp_norm = RMSNorm(specs["mlp_norm"], config.rms_norm_eps)
+        self.mlp = MLP(specs, placement)
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache]:
+        """[B, T, D] -> [B, T, D] and the layer's keys and values."""
+        y, seen = self.attention(self.attn_norm(x), positions, cache)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), seen
+
+
+class Transformer(nnx.Module):
+    """A decoder-only transformer; see `make_merge` for how it is used."""
+
+    def __init__(self, config: ModelConfig, placement: Placement | None = None) -> None:
+        specs = param_specs(config)
+        self.embed = Embedding(specs["embed"], placement)
+        self.layers = nnx.List(
+            [Layer(config, specs["layers"][i], placement) for i in range(config.num_layers)]
+        )
+        self.final_norm = RMSNorm(specs["final_norm"], config.rms_norm_eps)
+        self.head = None if config.tie_word_embeddings else Linear(specs["head"], placement)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: list[LayerCache] | None = None,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+    ) -> tuple[jax.Array, list[LayerCache]]:
+        """int32[B, T] tokens and positions -> hidden states dtype[B, T, D] after the final norm,
+        and every layer's keys and values."""
+        x = self.embed.lookup(tokens, dtype)
+        seen = []
+        for i, layer in enumerate(self.layers):
+            x, kept = layer(x, positions, None if cache is None else cache[i])
+            seen.append(kept)
+        return self.final_norm(x), seen
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[B, T, D] -> float32[B, T, V]."""
+        return (self.head or self.embed)(hidden).astype(jnp.float32)
+
+
+def init_params(
+    config: ModelConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
+) -> Params:
+    """Random parameters, normal with each entry's own deviation; norms start at 1.
+
+    Args:
+      config: the model.
+      key: a typed PRNG key.
+      dtype: of all entries.
+    """
+    count = len(jax.tree.leaves(map_specs(lambda spec: 0, config)))
+    keys = iter(jax.random.split(key, count))
+
+    def start(spec: ParamSpec) -> jax.Array:
+        noise = jax.random.normal(next(keys), spec.shape, jnp.float32) * spec.init_std
+        return (noise if spec.init_std else noise + 1.0).astype(dtype)
+
+    return map_specs(start, config)
+
+
+def make_merge(config: ModelConfig, placement: Placement | None = None) -> Merge:
+    """Splits the modules once; the function returned makes them whole again around ``Params``.
+
+    Call it inside `jax.jit`. Leaves of ``Params`` may be arrays or `zen_jax.linear.Weight`.
+    """
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, placement)))
+
+    def state(params: Params) -> Params:
+        """``Params`` in the nesting of the modules."""
+
+        def layer(p: Params) -> Params:
+            return {
+                "attn_norm": {"weight": p["attn_norm"]},
+                "attention": {"qkv": {"weight": p["qkv"]}, "o": {"weight": p["o"]}},
+                "mlp_norm": {"weight": p["mlp_norm"]},
+                "mlp": {"gate_up": {"weight": p["gate_up"]}, "down": {"weight": p["down"]}},
+            }
+
+        whole = {name: {"weight": p} for name, p in params.items() if name != "layers"}
+        return whole | {"layers": {i: layer(p) for i, p in params["layers"].items()}}
+
+    return lambda params: nnx.merge(graph, state(params))
+
+
+def make_forward(
+    config: ModelConfig, mesh: Mesh | None = None, dtype: jax.typing.DTypeLike = jnp.float32
+) -> Callable[[Params, jax.Array], jax.Array]:
+    """The whole forward pass of sequences that start at position 0; a pure function to be jitted.
+
+    Args:
+      config: the model.
+      mesh: axes (data, model), or None for one device.
+      dtype: of activations; sums and logits are float32.
+
+    Returns:
+      ``forward(params, tokens int32[B, T]) -> logits float32[B, T, V]``, causal. Rows padded at
+      the end are undisturbed by the padding. Differentiable where leaves are arrays.
+    """
+    merge = make_merge(config, None if mesh is None else Placement.of(config, mesh))
+
+    def forward(params: Params, tokens: jax.Array) -> jax.Array:
+        model = merge(params)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        hidden, _ = model(tokens, positions, dtype=dtype)
+        return model.logits(hidden)
+
+    return forward
