@@ -132,7 +132,8 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The settings of a Hugging Face ``config.json`` that `from_hf` reads back to an equal
-        value.""" return {
+        value."""
+        return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "hidden_act": "silu",

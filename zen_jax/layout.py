@@ -84,14 +84,16 @@ def param_specs(config: ModelConfig) -> Params:
 
 def map_specs(function: Callable[..., Any], config: ModelConfig, *trees: Any) -> Params:
     """Applies ``function(spec, *leaves)`` over ``param_specs(config)`` and trees of its
-    structure.""" return jax.tree.map(
+    structure."""
+    return jax.tree.map(
         function, param_specs(config), *trees, is_leaf=lambda x: isinstance(x, ParamSpec)
     )
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor that a checkpoint of this model has; no head when
-    it is tied.""" shapes: dict[str, tuple[int, ...]] = {}
+    it is tied."""
+    shapes: dict[str, tuple[int, ...]] = {}
 
     def add(spec: ParamSpec) -> None:
         for name, rows in zip(spec.sources, _source_rows(config, spec), strict=True):
@@ -237,7 +239,8 @@ def _check_delta(name: str, delta: WeightDelta, shape: tuple[int, ...]) -> None:
 
 def _pad_levels(delta: WeightDelta, levels: int, rows: int, size: int) -> tuple[Array, Array]:
     """(bits uint8[levels, rows, I/8], scale float32[levels, rows]) with absent levels at scale
-    0.""" bits = np.zeros((levels, rows, -(-size // 8)), np.uint8)
+    0."""
+    bits = np.zeros((levels, rows, -(-size // 8)), np.uint8)
     scale = np.zeros((levels, rows), np.float32)
     if delta.bits is not None and delta.scale is not None:
         bits[: delta.bits.shape[0]] = delta.bits
