@@ -6,7 +6,7 @@ PY    := $(VENV)/bin/python
 JOBS  ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check pytest soak format protos family family-full clean
+.PHONY: help setup demo test check pytest soak format protos lock family family-full clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,9 @@ format: $(STAMP)  ## Sort imports and format the sources
 
 protos: $(STAMP)  ## Generate the code beside protos/zen/v1/*.proto again
 	$(PY) tools/protos.py write
+
+lock:  ## Choose the newest versions that pyproject.toml allows and pin them
+	@tools/lock
 
 family: $(STAMP)  ## Train the demo family again (hours)
 	$(PY) -m zen_jax.training.family train
