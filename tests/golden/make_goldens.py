@@ -1,21 +1,21 @@
 """Make the golden files: tiny random checkpoints and what transformers computes with them.
 
-The tests compare our model with these numbers and so need neither torch nor transformers. Run this only
-to add a case or to change one; a second run writes the same bytes:
+The tests compare our model with these numbers and so need neither torch nor transformers. Run this
+only to add a case or to change one; a second run writes the same bytes:
 
     python3.11 -m venv V
     V/bin/pip install torch==2.13.0 transformers==5.24.0
     V/bin/python tests/golden/make_goldens.py
 
-Each case of `CASES` becomes `tests/golden/NAME/`: a Hugging Face folder (config.json, model.safetensors)
-plus `golden.npz`. Weights are drawn from numpy's PCG64 and rounded to bfloat16, so they are exact in
-every dtype. Values are computed in float64 (transformers itself takes RMSNorm and the rotary angles to
-float32) and stored as float32:
+Each case of `CASES` becomes `tests/golden/NAME/`: a Hugging Face folder (config.json,
+model.safetensors) plus `golden.npz`. Weights are drawn from numpy's PCG64 and rounded to bfloat16,
+so they are exact in every dtype. Values are computed in float64 (transformers itself takes RMSNorm
+and the rotary angles to float32) and stored as float32:
 
     tokens      int32[B, T]      the input of everything below
     embed       [B, T, D]        embedder
     attn_norm   [B, T, D]        layer 0, norm before attention
-    q           [B, T, N, H]     layer 0, after the q norm if there is one, and after rotary embedding
+    q           [B, T, N, H]     layer 0, after the q norm if there is one and rotary embedding
     k           [B, T, K, H]     layer 0, likewise
     attn        [B, T, D]        layer 0, attention with its output projection
     mlp_norm    [B, T, D]        layer 0, norm before the MLP
@@ -44,7 +44,8 @@ import transformers  # pyright: ignore[reportMissingImports]
 
 HERE = Path(__file__).resolve().parent
 GREEDY_TOKENS = 12
-LEAST_MARGIN = 1e-3  # of a greedy token above the runner-up, so that float32 rounding decides nothing
+# The least lead of a greedy token over the runner-up, so that float32 rounding decides nothing.
+LEAST_MARGIN = 1e-3
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ CASES = (
         classic=True,
         seed=2,
     ),
-    # Llama 3's rope scaling, whose three ranges of frequencies all occur: positions pass the original 16.
+    # Llama 3's rope scaling: all three ranges of frequencies, and positions past the original 16.
     Case(
         "llama3_rope",
         "LlamaForCausalLM",
@@ -204,7 +205,8 @@ def build(case: Case) -> Any:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             draw = torch.from_numpy(rng.standard_normal(tuple(parameter.shape)))
-            if parameter.ndim == 2:  # attention far from uniform, embeddings small beside the layers
+            if parameter.ndim == 2:
+                # Attention far from uniform, embeddings small beside what the layers add.
                 draw = draw * (0.2 if "embed" in name else 1.5 * parameter.shape[1] ** -0.5)
             else:
                 draw = 0.3 * draw + (0.0 if name.endswith("bias") else 1.0)
@@ -254,7 +256,7 @@ def recording(model: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def greedy(model: Any, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The most likely 12 tokens after `prompt`, each from one full forward pass, and their margins."""
+    """The most likely 12 tokens after `prompt`, one full pass each, and their margins."""
     ids = torch.from_numpy(prompt).long()[None]
     margins = []
     for _ in range(GREEDY_TOKENS):
@@ -267,7 +269,7 @@ def greedy(model: Any, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_config(case: Case, folder: Path) -> None:
-    """Bring config.json into the layout that the case asks for; drop the version of transformers."""
+    """Bring config.json into the layout that the case asks for, without transformers' version."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config.pop("transformers_version", None)
