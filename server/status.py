@@ -1,0 +1,207 @@
+"""The errors of the wire: gRPC status codes with google.rpc details, and what sends them.
+
+Whatever a service cannot do, it raises as a `StatusError` made by a function of this module; the
+`ErrorInterceptor` sends it. Any other exception reaches the client as INTERNAL with an id and
+nothing else, since the text of an exception can hold prompts and paths. The log gets the id, the
+exception's type and the places in the code, and no text either.
+"""
+
+import asyncio
+import inspect
+import logging
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2, message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+logger = logging.getLogger(__name__)
+
+# What a client is asked to wait where nothing better is known, in seconds.
+DEFAULT_RETRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One field of a request that is not acceptable: its path in the message, and why."""
+
+    field: str
+    description: str
+
+
+class StatusError(Exception):
+    """An RPC's failure, ready to be sent.
+
+    Attributes:
+        status: code, message and details as google.rpc defines them.
+    """
+
+    def __init__(self, status: status_pb2.Status):
+        super().__init__(status.message)
+        self.status = status
+
+
+def invalid_argument(violations: Sequence[Violation]) -> StatusError:
+    """INVALID_ARGUMENT with a BadRequest that names every field in `violations` (at least one)."""
+    details = error_details_pb2.BadRequest(
+        field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
+            for v in violations
+        ]
+    )
+    text = "; ".join(f"{v.field}: {v.description}" for v in violations)
+    return _error(code_pb2.INVALID_ARGUMENT, text, details)
+
+
+def not_found(kind: str, name: str, text: str) -> StatusError:
+    """NOT_FOUND with a ResourceInfo for `name`, a resource of the type `kind`."""
+    details = error_details_pb2.ResourceInfo(
+        resource_type=kind, resource_name=name, description=text
+    )
+    return _error(code_pb2.NOT_FOUND, text, details)
+
+
+def failed_precondition(kind: str, name: str, text: str) -> StatusError:
+    """FAILED_PRECONDITION with a PreconditionFailure of the type `kind` about `name`."""
+    violation = error_details_pb2.PreconditionFailure.Violation(
+        type=kind, subject=name, description=text
+    )
+    details = error_details_pb2.PreconditionFailure(violations=[violation])
+    return _error(code_pb2.FAILED_PRECONDITION, text, details)
+
+
+def resource_exhausted(text: str, retry_after_s: float | None) -> StatusError:
+    """RESOURCE_EXHAUSTED with a RetryInfo of `retry_after_s` seconds (None: a default)."""
+    return _error(code_pb2.RESOURCE_EXHAUSTED, text, _retry_info(retry_after_s))
+
+
+def unavailable(text: str, retry_after_s: float | None = None) -> StatusError:
+    """UNAVAILABLE with a RetryInfo of `retry_after_s` seconds (None: a default)."""
+    return _error(code_pb2.UNAVAILABLE, text, _retry_info(retry_after_s))
+
+
+def deadline_exceeded(text: str) -> StatusError:
+    """DEADLINE_EXCEEDED."""
+    return _error(code_pb2.DEADLINE_EXCEEDED, text)
+
+
+def cancelled(text: str) -> StatusError:
+    """CANCELLED."""
+    return _error(code_pb2.CANCELLED, text)
+
+
+def aborted(text: str) -> StatusError:
+    """ABORTED."""
+    return _error(code_pb2.ABORTED, text)
+
+
+def data_loss(text: str) -> StatusError:
+    """DATA_LOSS."""
+    return _error(code_pb2.DATA_LOSS, text)
+
+
+def internal(error_id: str) -> StatusError:
+    """INTERNAL with an id that the server's log holds too, and no other text from inside."""
+    return _error(
+        code_pb2.INTERNAL,
+        f"a fault in the server; its log says more under the id {error_id}",
+        error_details_pb2.RequestInfo(request_id=error_id),
+    )
+
+
+def internal_from(error: BaseException) -> StatusError:
+    """Logs where `error` was raised, without its text, and returns the INTERNAL to send for it."""
+    error_id = uuid.uuid4().hex
+    places = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    logger.error("fault %s: %s\n%s", error_id, type(error).__qualname__, places)
+    return internal(error_id)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what handlers raise into statuses, for every RPC of the server."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Wraps the handler of one call; an unknown method keeps gRPC's own UNIMPLEMENTED."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        if handler.response_streaming:
+            behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            wrapped = _guard_stream(behaviour)
+        else:
+            behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            wrapped = _guard_unary(behaviour)
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _guard_unary(behaviour: Callable) -> Callable:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behaviour(request, context)
+        except Exception as error:
+            await _send(context, error)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Callable) -> Callable:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> None:
+        try:
+            answer = behaviour(request, context)
+            if inspect.isasyncgen(answer):
+                async for piece in answer:
+                    await context.write(piece)
+            else:
+                await answer
+        except Exception as error:
+            await _send(context, error)
+
+    return guarded
+
+
+async def _send(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    """Ends a call with `error`, or without a word when there is nobody left to tell."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    gone = isinstance(error, grpc.aio.InternalError)  # what a write to a closed call raises
+    if not gone:
+        failure = error if isinstance(error, StatusError) else internal_from(error)
+        try:
+            await context.abort_with_status(rpc_status.to_status(failure.status))
+        except grpc.aio.InternalError:
+            gone = True
+    if gone:
+        raise asyncio.CancelledError
+
+
+def _error(code: int, text: str, details: message.Message | None = None) -> StatusError:
+    packed = []
+    if details is not None:
+        packed.append(any_pb2.Any())
+        packed[0].Pack(details)
+    return StatusError(status_pb2.Status(code=code, message=text, details=packed))
+
+
+def _retry_info(retry_after_s: float | None) -> error_details_pb2.RetryInfo:
+    delay = duration_pb2.Duration()
+    delay.FromNanoseconds(int(1e9 * (DEFAULT_RETRY_S if retry_after_s is None else retry_after_s)))
+    return error_details_pb2.RetryInfo(retry_delay=delay)
