@@ -97,23 +97,32 @@ class RowSampling:
         )
 
     @classmethod
-    def of(cls, params: SamplingParams, seed: int, sample: int = 0) -> "RowSampling":
+    def of(cls, params: SamplingParams, seed: int) -> "RowSampling":
         """One row's settings as NumPy arrays.
 
         Args:
           params: validated.
           seed: 0 to 2**64 - 1.
-          sample: which of several samples of one request this is.
         """
-        data = np.array([[seed >> 32, seed & 0xFFFFFFFF]], np.uint32)
-        key = jax.random.wrap_key_data(jnp.asarray(data[0]), impl="threefry2x32")
-        folded = jax.random.key_data(jax.random.fold_in(key, sample))
         return cls(
             np.array([params.temperature], np.float32),
             np.array([max(params.top_k, 0)], np.int32),
             np.array([params.top_p], np.float32),
-            np.asarray(folded)[None],
+            np.array([[seed >> 32, seed & 0xFFFFFFFF]], np.uint32),
         )
+
+    def for_sample(self, index: jax.Array) -> "RowSampling":
+        """The settings of one of several samples of a request: its index folded into the key.
+
+        Args:
+          index: int32 scalar.
+        """
+
+        def fold(data: jax.Array) -> jax.Array:
+            key = jax.random.wrap_key_data(data, impl="threefry2x32")
+            return jax.random.key_data(jax.random.fold_in(key, index))
+
+        return dataclasses.replace(self, key=jax.vmap(fold)(self.key))
 
 
 def _keep_likely(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
@@ -142,20 +151,18 @@ def sample(logits: jax.Array, rows: RowSampling, positions: jax.Array) -> jax.Ar
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def draw(logits: jax.Array, rows: RowSampling, position: jax.Array) -> jax.Array:
-        warm = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+    def draw() -> jax.Array:
+        warm = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
         likely = jax.lax.cond(
-            (rows.top_k > 0) | (rows.top_p < 1.0),
-            lambda: _keep_likely(warm, rows.top_k, rows.top_p),
+            jnp.any((rows.top_k > 0) | (rows.top_p < 1.0)),
+            lambda: jax.vmap(_keep_likely)(warm, rows.top_k, rows.top_p),
             lambda: warm,
         )
-        key = jax.random.wrap_key_data(rows.key, impl="threefry2x32")
-        noise = jax.random.gumbel(jax.random.fold_in(key, position), logits.shape)
-        return jnp.argmax(likely + noise).astype(jnp.int32)
+        return jnp.argmax(likely + jax.vmap(noise)(rows.key, positions), axis=-1).astype(jnp.int32)
 
-    drawn = jax.lax.cond(
-        jnp.any(rows.temperature > 0),
-        lambda: jax.vmap(draw)(logits, rows, positions),
-        lambda: greedy,
-    )
+    def noise(data: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(data, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(key, position), logits.shape[1:])
+
+    drawn = jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy)
     return jnp.where(rows.temperature > 0, drawn, greedy)
