@@ -1,0 +1,177 @@
+"""The Python clients against a server that answers by a script."""
+
+from collections.abc import AsyncIterator, Iterator
+from concurrent import futures
+
+import grpc
+import pytest
+from grpc_status import rpc_status
+
+from server import status
+from server.client import AsyncZenClient, ZenClient, ZenError, make_request
+from server.status import Violation
+from zen.v1 import generate_pb2 as pb
+from zen.v1 import generate_pb2_grpc, variants_pb2, variants_pb2_grpc
+
+
+class Scripted(generate_pb2_grpc.GenerateServiceServicer):
+    """Answers "a", "b", "c"; the model's name chooses how it goes wrong."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+
+    def Generate(self, request, context):  # noqa: N802
+        self.requests.append(request)
+        yield pb.GenerateResponse(text="a", token_ids=[1])
+        if request.model == "refused":
+            error = status.invalid_argument([Violation("prompt", "is odd"), Violation("x", "y")])
+            abort(context, error)
+        if request.model == "busy":
+            abort(context, status.resource_exhausted("later", 2.5))
+        if request.model == "plain":
+            context.abort(grpc.StatusCode.ABORTED, "no details")
+        if request.model == "slow":
+            while context.is_active():
+                yield pb.GenerateResponse(text="a")
+        yield pb.GenerateResponse(text="b", token_ids=[2, 3])
+        completion = pb.Completion(finish_reason=pb.FINISH_REASON_STOP, seed=5)
+        yield pb.GenerateResponse(text="c", completion=completion)
+
+
+def abort(context: grpc.ServicerContext, error: status.StatusError) -> None:
+    context.abort_with_status(rpc_status.to_status(error.status))
+
+
+class Listing(variants_pb2_grpc.VariantServiceServicer):
+    def ListVariants(self, request, context):  # noqa: N802
+        return variants_pb2.ListVariantsResponse(
+            variants=[variants_pb2.Variant(name="coder")], slots=3
+        )
+
+
+@pytest.fixture
+def scripted() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def address(scripted: Scripted) -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    generate_pb2_grpc.add_GenerateServiceServicer_to_server(scripted, server)
+    variants_pb2_grpc.add_VariantServiceServicer_to_server(Listing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[ZenClient]:
+    with ZenClient(address) as client:
+        yield client
+
+
+@pytest.fixture
+async def async_client(address: str) -> AsyncIterator[AsyncZenClient]:
+    async with AsyncZenClient(address) as client:
+        yield client
+
+
+def test_a_whole_answer(client, scripted):
+    answer = client.generate("coder", "Hi", max_tokens=3, temperature=0, stop_token_ids=[4])
+    assert answer.text == "abc"
+    assert answer.token_ids == [1, 2, 3]
+    assert answer.completion.seed == 5
+    (request,) = scripted.requests
+    assert (request.model, request.prompt) == ("coder", "Hi")
+    assert request.sampling.max_tokens == 3
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("top_p")
+    assert list(request.sampling.stop_token_ids) == [4]
+
+
+def test_an_answer_as_it_comes(client):
+    stream = client.stream("coder", token_ids=[1])
+    assert list(stream) == ["a", "b", "c"]
+    assert stream.generation.text == "abc"
+    assert stream.generation.completion.finish_reason == pb.FINISH_REASON_STOP
+
+
+def test_leaving_a_stream_ends_it(client, scripted):
+    with client.stream("slow", "Hi") as stream:
+        assert next(iter(stream)) == "a"
+    with pytest.raises(ZenError, match="CANCELLED"):
+        list(stream)
+
+
+def test_what_the_server_refuses_is_told(client):
+    with pytest.raises(ZenError) as refused:
+        client.generate("refused", "Hi")
+    assert refused.value.code == "INVALID_ARGUMENT"
+    assert refused.value.fields == {"prompt": "is odd", "x": "y"}
+    with pytest.raises(ZenError) as busy:
+        client.generate("busy", "Hi")
+    assert (busy.value.code, busy.value.retry_after_s) == ("RESOURCE_EXHAUSTED", 2.5)
+    with pytest.raises(ZenError, match="ABORTED: no details") as plain:
+        client.generate("plain", "Hi")
+    assert (plain.value.fields, plain.value.retry_after_s) == ({}, None)
+
+
+def test_a_time_limit(client):
+    with pytest.raises(ZenError, match="DEADLINE_EXCEEDED"):
+        client.generate("slow", "Hi", timeout_s=0.2)
+
+
+def test_nobody_there():
+    with ZenClient("127.0.0.1:1") as client, pytest.raises(ZenError, match="UNAVAILABLE"):
+        client.generate("coder", "Hi")
+    with ZenClient("127.0.0.1:1") as client, pytest.raises(ZenError, match="UNAVAILABLE"):
+        client.list_variants()
+
+
+def test_the_list(client):
+    assert [variant.name for variant in client.list_variants().variants] == ["coder"]
+
+
+@pytest.mark.parametrize(
+    "prompt, options",
+    [
+        (None, {}),
+        ("Hi", {"token_ids": [1]}),
+        ("Hi", {"messages": [], "token_ids": []}),
+        ("Hi", {"max_token": 3}),
+        ("Hi", {"seed": -1}),
+    ],
+)
+def test_what_the_wire_cannot_carry_is_refused_here(prompt, options):
+    with pytest.raises(ValueError):
+        make_request("coder", prompt, options)
+
+
+@pytest.mark.parametrize("options", [{"token_ids": []}, {"messages": []}])
+def test_an_empty_input_is_sent_as_what_it_is(options):
+    request, _ = make_request("coder", None, options)
+    assert request.WhichOneof("input") == next(iter(options))
+
+
+def test_messages_are_sent_in_order():
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    request, timeout_s = make_request("coder", None, {"messages": turns, "timeout_s": 3})
+    assert [(m.role, m.content) for m in request.messages.messages] == [
+        ("user", "one"),
+        ("assistant", "two"),
+    ]
+    assert timeout_s == 3
+
+
+async def test_the_same_for_asyncio(async_client):
+    assert (await async_client.generate("coder", "Hi")).text == "abc"
+    stream = async_client.stream("coder", "Hi")
+    assert [text async for text in stream] == ["a", "b", "c"]
+    assert stream.generation.token_ids == [1, 2, 3]
+    assert (await async_client.list_variants()).slots == 3
+    with pytest.raises(ZenError) as refused:
+        await async_client.generate("refused", "Hi")
+    assert refused.value.fields == {"prompt": "is odd", "x": "y"}
+    with pytest.raises(ZenError, match="DEADLINE_EXCEEDED"):
+        await async_client.generate("slow", "Hi", timeout_s=0.2)
