@@ -127,11 +127,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Any:
         """Wraps the handler of one call; an unknown method keeps gRPC's own UNIMPLEMENTED."""
-        handler: Any = await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
         if handler is None:
             return handler
         if handler.response_streaming:
@@ -178,7 +178,7 @@ def _guard_stream(behaviour: Callable) -> Callable:
     return guarded
 
 
-async def _send(context: grpc.aio.ServicerContext, error: Exception) -> None:
+async def _send(context: Any, error: Exception) -> None:
     """Ends a call with `error`, or without a word when there is nobody left to tell."""
     if isinstance(error, grpc.aio.AbortError):
         raise error

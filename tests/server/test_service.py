@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from server.requests import (
     Draining,
     Failure,
     Finish,
+    FinishReason,
     InboxFull,
     OnEvent,
     Request,
@@ -31,6 +33,7 @@ from zen.v1 import generate_pb2_grpc
 from zen_jax.checkpoint.manifest import Variant
 
 CODER = Variant("coder", 3, "d1g3st", Path("/nowhere"))
+EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 LIMITS = Limits(max_length=64, vocab_size=264)
 
 
@@ -78,7 +81,7 @@ class FakeWorker:
         self.cancel_seen.set()
 
 
-def finish(reason="length", matched_stop=None) -> Finish:
+def finish(reason: FinishReason = "length", matched_stop: int | None = None) -> Finish:
     return Finish(reason, matched_stop, 5, 2, Timings(0.1, 0.2, 0.3, 0.6))
 
 
@@ -171,7 +174,7 @@ async def test_text_is_sent_before_the_next_comes(served, worker):
     assert last.completion.finish_reason == pb.FINISH_REASON_STOP
     assert last.completion.matched_stop_token_id == 2
     assert last.completion.HasField("matched_stop_token_id")
-    assert await call.read() is grpc.aio.EOF
+    assert await call.read() is EOF
 
 
 async def test_the_worker_gets_what_was_asked(served, worker):
@@ -419,7 +422,7 @@ async def test_a_reader_that_stops_reading_is_cut_off(served, worker):
     await call.read()
     assert await _is_cancelled(worker, 5)
     with pytest.raises(grpc.RpcError):
-        while await call.read() is not grpc.aio.EOF:
+        while await call.read() is not EOF:
             pass
     assert await call.code() is grpc.StatusCode.CANCELLED
 
