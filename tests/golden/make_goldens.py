@@ -104,7 +104,7 @@ CASES = (
             "num_key_value_heads": 2,
             "tie_word_embeddings": True,
             "rms_norm_eps": 1e-6,
-            "rope_parameters": rope(10_000.0),
+            "rope_parameters": rope(100_000.0),
         },
         seed=1,
     ),
