@@ -54,7 +54,9 @@ def over_tiles(
         part = tile(lambda a, axis: jax.lax.dynamic_slice_in_dim(a, start, size, axis))
         return jax.lax.dynamic_update_slice_in_dim(result, part, start, result.ndim - 1)
 
-    return jax.lax.fori_loop(0, -(-outputs // size), step, jnp.zeros((*shape, outputs), jnp.float32))
+    return jax.lax.fori_loop(
+        0, -(-outputs // size), step, jnp.zeros((*shape, outputs), jnp.float32)
+    )
 
 
 def base_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -67,9 +69,7 @@ def base_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
-def bitdelta_matmul(
-    x: jax.Array, w: jax.Array, bits: jax.Array, scale: jax.Array
-) -> jax.Array:
+def bitdelta_matmul(x: jax.Array, w: jax.Array, bits: jax.Array, scale: jax.Array) -> jax.Array:
     """Product of rows that all belong to one variant.
 
     Args:

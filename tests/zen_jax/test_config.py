@@ -1,0 +1,63 @@
+"""Reading a Hugging Face configuration: what is used, ignored and refused."""
+
+import pytest
+
+from zen_jax.config import ModelConfig
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def test_defaults_follow_hugging_face() -> None:
+    config = ModelConfig.from_hf(LLAMA)
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (6, 8, 10000.0)
+    assert not config.tie_word_embeddings
+
+
+def test_rope_theta_is_read_in_both_places() -> None:
+    assert ModelConfig.from_hf(LLAMA | {"rope_theta": 1e5}).rope_theta == 1e5
+    new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    assert ModelConfig.from_hf(LLAMA | new).rope_theta == 5e5
+
+
+def test_what_is_written_is_read_back(config: ModelConfig) -> None:
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+def test_settings_that_do_not_matter_are_ignored() -> None:
+    more = {"initializer_range": 0.1, "use_cache": False, "transformers_version": "5"}
+    assert ModelConfig.from_hf(LLAMA | more) == ModelConfig.from_hf(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias to True"),
+        ({"hidden_act": "gelu"}, "hidden_act to 'gelu'"),
+        ({"model_type": "mamba"}, "model_type to 'mamba'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"logit_softcap": 30}, "logit_softcap"),
+        ({"num_key_value_heads": 4}, "num_kv_heads is 4"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+    ],
+)
+def test_what_would_change_the_arithmetic_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(LLAMA | change)
+
+
+def test_missing_settings_are_all_named() -> None:
+    with pytest.raises(ValueError, match="vocab_size, rms_norm_eps"):
+        ModelConfig.from_hf(
+            {k: v for k, v in LLAMA.items() if k not in ("vocab_size", "rms_norm_eps")}
+        )
