@@ -65,6 +65,14 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillRefused:
+    """The engine did not take a request's prompt; the message is fit for clients."""
+
+    ticket: Ticket
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """A load has staged its variant's weights, `size` bytes."""
 
@@ -92,7 +100,7 @@ class OperatorCall:
     variant: Variant
 
 
-type Event = Arrived | Cancelled | Sampled | Loaded | LoadFailed | OperatorCall
+type Event = Arrived | Cancelled | Sampled | PrefillRefused | Loaded | LoadFailed | OperatorCall
 
 # What is to be done.
 

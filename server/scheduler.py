@@ -29,6 +29,7 @@ from server.events import (
     LoadFailed,
     OperatorCall,
     Prefill,
+    PrefillRefused,
     ReleaseRow,
     Sampled,
     Ticket,
@@ -197,6 +198,9 @@ class _Draft:
             case Sampled(ticket, token):
                 if ticket in self.jobs:
                     self.sampled(ticket, token)
+            case PrefillRefused(ticket, message):
+                if ticket in self.jobs:
+                    self.fail(ticket, "internal", message)
             case Loaded(digest, attempt, size):
                 self.cache_step(self.cache.loaded(digest, attempt, size, self.now))
             case LoadFailed(digest, attempt, kind, message):

@@ -1,0 +1,95 @@
+"""What an operator sees of the worker: which variants are where, and how busy the rows are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from server.scheduler import State
+from zen_jax.checkpoint.manifest import Variant
+from zen_jax.residency import Absent, Entry, Resident, Staged
+
+type VariantState = Literal["resident", "loading", "absent", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class VariantStatus:
+    """One variant in the table.
+
+    Attributes:
+        variant: whose.
+        state: "loading" from when it is queued to be read until it has a slot; "failed" while its
+            last load's failure is remembered.
+        slot: where it is, or None.
+        pinned: whether it is kept.
+        leases: requests that use it, those that wait for a row included.
+        waiting: requests that wait for it to be loaded.
+        bytes: on the device, in its slot or staged for one.
+        failure: of the last load, fit for clients, or None.
+        retry_at: no load before it, in seconds of the worker's clock; None without a failure.
+    """
+
+    variant: Variant
+    state: VariantState
+    slot: int | None
+    pinned: bool
+    leases: int
+    waiting: int
+    bytes: int
+    failure: str | None
+    retry_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """The worker as of its last tick.
+
+    Attributes:
+        variants: those that the table knows; all others are absent.
+        slots: that the bank has.
+        rows: that the engine has.
+        rows_in_use: by requests that run.
+        waiting: requests accepted that have no row yet.
+        alive: whether the worker serves.
+    """
+
+    variants: tuple[VariantStatus, ...]
+    slots: int
+    rows: int
+    rows_in_use: int
+    waiting: int
+    alive: bool
+
+
+def snapshot(state: State, *, waiting: int, alive: bool) -> WorkerSnapshot:
+    """Put together what operators may see of the scheduler's state."""
+    return WorkerSnapshot(
+        variants=tuple(_status(entry) for entry in state.cache.entries.values()),
+        slots=state.cache.config.slots,
+        rows=len(state.rows),
+        rows_in_use=state.running,
+        waiting=waiting,
+        alive=alive,
+    )
+
+
+def _status(entry: Entry) -> VariantStatus:
+    place = entry.place
+    resident = place if isinstance(place, Resident) else None
+    if resident is not None:
+        state: VariantState = "resident"
+    elif not isinstance(place, Absent):
+        state = "loading"
+    else:
+        state = "absent" if entry.failure is None else "failed"
+    return VariantStatus(
+        variant=entry.variant,
+        state=state,
+        slot=None if resident is None else resident.slot,
+        pinned=entry.pinned,
+        leases=0 if resident is None else len(resident.leases),
+        waiting=len(entry.waiting),
+        bytes=place.bytes if isinstance(place, Resident | Staged) else 0,
+        failure=None if entry.failure is None else entry.failure.message,
+        retry_at=None if entry.failure is None else entry.failure.retry_at,
+    )

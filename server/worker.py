@@ -1,0 +1,437 @@
+"""The one thread that owns the device: it takes events in, plans, and carries out what is planned.
+
+The engine's state and bank are touched here and nowhere else. A tick is: take what came in, plan,
+launch what the device has to do, tell callers what the last step gave, read the step before the
+one just launched. So the device computes while the host talks, and a row's stop is found one step
+late; the token too many is dropped, since it comes back under the ticket of a request that ended.
+
+Nothing that a request contains is logged: neither prompt nor token nor text, and of an exception
+only its type and place, unless it is the device's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+
+from server.events import (
+    AbandonLoad,
+    Action,
+    Answer,
+    Arrived,
+    Cancelled,
+    Decode,
+    DropStaged,
+    Emit,
+    Event,
+    Evicted,
+    Fail,
+    OperatorCall,
+    Prefill,
+    PrefillRefused,
+    ReleaseRow,
+    Sampled,
+    StartLoad,
+    Ticket,
+    WriteSlot,
+)
+from server.inbox import Inbox
+from server.loader import Loader
+from server.requests import (
+    Draining,
+    Failure,
+    FailureKind,
+    LoadRefused,
+    OnEvent,
+    Request,
+    TokenEvent,
+)
+from server.scheduler import SchedulerConfig, State, initial, plan
+from server.snapshot import WorkerSnapshot, snapshot
+from zen_jax.checkpoint.manifest import Variant
+from zen_jax.residency import CacheConfig
+from zen_jax.sampling import SamplingParams
+from zen_jax.tokenizer import IncrementalDecoder, Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_MAX_RETRY_AFTER_S = 30.0
+
+
+class Sizes(Protocol):
+    """What the worker must know of the engine's sizes; `zen_jax.engine.EngineConfig` has them."""
+
+    @property
+    def rows(self) -> int:
+        """Requests that decode at once."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a request, prompt and answer together."""
+        ...
+
+
+class DeviceEngine(Protocol):
+    """What the worker asks of an engine; `zen_jax.engine.Engine` is one."""
+
+    @property
+    def sizes(self) -> Sizes: ...
+    def init_state(self) -> Any: ...
+    def init_bank(self) -> Any: ...
+    def write_slot(self, bank: Any, slot: int, staged: Any) -> Any: ...
+    def prefill(
+        self, bank: Any, slot: int, token_ids: Sequence[int], sampling: SamplingParams, seed: int
+    ) -> Any: ...
+    def insert(self, state: Any, prefilled: Any, row: int) -> Any: ...
+    def decode(self, bank: Any, state: Any) -> tuple[Any, Any]: ...
+    def release(self, state: Any, row: int) -> Any: ...
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Where a request's events go; `on_event` is None once its callback has failed."""
+
+    on_event: OnEvent | None
+    decoder: IncrementalDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """Tokens under way: an array on the device, and whose its elements are."""
+
+    tokens: Any
+    rows: tuple[tuple[int, Ticket], ...]
+
+
+class Worker:
+    """Serves requests on one engine. Call `start`, `submit` from any thread, `drain` at the end."""
+
+    def __init__(
+        self,
+        engine: DeviceEngine,
+        loader: Loader,
+        cache_config: CacheConfig,
+        tokenizers: Callable[[Variant | None], Tokenizer],
+        inbox_limit: int,
+        clock: Callable[[], float] = time.monotonic,
+        prefill_tokens: int = 1024,
+    ) -> None:
+        """Take the parts; the engine is warmed up already, the loader nobody else's.
+
+        Args:
+            engine: whose state and bank live on this worker's thread from now on.
+            loader: reads and stages variants.
+            cache_config: its `slots` are the bank's.
+            tokenizers: a variant's own tokenizer, the base's for None; called from `submit`.
+            inbox_limit: requests that may wait for a row.
+            clock: seconds; deadlines of requests are in its terms.
+            prefill_tokens: prompt tokens prefilled between two decode steps.
+        """
+        self._engine = engine
+        self._loader = loader
+        self._tokenizers = tokenizers
+        self._clock = clock
+        self._device_state = engine.init_state()
+        self._bank = engine.init_bank()
+        self._plan: State = initial(
+            SchedulerConfig(engine.sizes.rows, prefill_tokens), cache_config
+        )
+        self._inbox = Inbox(inbox_limit)
+        loader.connect(self._inbox.put)
+        self._launched: list[_Launch] = []
+        self._sampled: list[Sampled] = []
+        self._lock = threading.Condition()
+        self._streams: dict[str, _Stream] = {}
+        self._calls: dict[int, Future[None]] = {}
+        self._call_numbers = itertools.count()
+        self._started = self._stopping = self._over = False
+        self._thread = threading.Thread(target=self._run, name="zen-worker", daemon=True)
+        self._row_interval_s = 0.0
+        self._row_given_at = clock()
+
+    # From any thread.
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker's thread serves: started, and neither stopped nor broken."""
+        return self._started and not self._over
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._started = True
+        self._thread.start()
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Accept a request; `on_event` is called on the worker's thread and must not block.
+
+        It gets token events up to one with a finish, or up to a failure, and nothing after.
+        Raises InboxFull, Draining, and ValueError for an id in use, sampling settings out of range,
+        or a prompt without tokens or without room for one more.
+        """
+        request.sampling.validate()
+        prompt, max_length = len(request.token_ids), self._engine.sizes.max_length
+        if not 1 <= prompt < max_length:
+            raise ValueError(
+                f"the prompt has {prompt} tokens, expected 1 to {max_length - 1}, so that one more "
+                f"fits into the context of {max_length}"
+            )
+        tokenizer = self._tokenizers(request.variant)
+        sampling = request.sampling
+        stops = frozenset(sampling.stop_token_ids)
+        arrived = Arrived(
+            request,
+            stops=stops if sampling.ignore_eos else stops | tokenizer.eos_ids,
+            limit=min(sampling.max_tokens, max_length - prompt),
+            at=self._clock(),
+        )
+        stream = _Stream(on_event, IncrementalDecoder(tokenizer))
+        with self._lock:
+            if request.id in self._streams:
+                raise ValueError(f"request {request.id} is already there; give each its own id")
+            self._inbox.put_request(arrived, self._retry_after_s())
+            self._streams[request.id] = stream
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; it gets a failure "cancelled" unless it has ended already."""
+        self._inbox.put(Cancelled(request_id))
+
+    def load(self, variant: Variant) -> Future[None]:
+        """Bring a variant into memory; done when it is there. Raises LoadRefused in the future."""
+        return self._operate("load", variant)
+
+    def unload(self, variant: Variant) -> Future[None]:
+        """Take a variant out of memory and unpin it; done when the last that used it has ended."""
+        return self._operate("unload", variant)
+
+    def pin(self, variant: Variant, pinned: bool) -> Future[None]:
+        """Keep a variant in memory, or no longer; LoadRefused when too many are pinned.
+
+        Pinning loads it when it is absent, and does not wait for that.
+        """
+        return self._operate("pin" if pinned else "unpin", variant)
+
+    def snapshot(self) -> WorkerSnapshot:
+        """What is where, as of the last tick."""
+        return snapshot(self._plan, waiting=self._inbox.waiting, alive=self.alive)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, let those accepted finish, stop; returns whether all finished.
+
+        After `timeout_s` those left get a failure "unavailable".
+        """
+        self._inbox.close("the server is stopping and takes no new requests")
+        with self._lock:
+            finished = self._lock.wait_for(lambda: self._over or not self._streams, timeout_s)
+            finished = finished and not self._over
+        self.stop()
+        return finished
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Stop now; requests that are left get a failure "unavailable".
+
+        Returns whether the thread has ended within `timeout_s`; it is a daemon if it has not.
+        """
+        self._inbox.close("the server is stopping and takes no new requests")
+        self._stopping = True
+        self._inbox.wake()
+        if not self._started:
+            self._end("unavailable", "the server has stopped")
+        elif self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return self._over
+
+    def _operate(
+        self, verb: Literal["load", "unload", "pin", "unpin"], variant: Variant
+    ) -> Future[None]:
+        future: Future[None] = Future()
+        with self._lock:
+            if self._over:
+                raise Draining("the engine has stopped")
+            call = next(self._call_numbers)
+            self._calls[call] = future
+            self._inbox.put(OperatorCall(call, verb, variant))
+        return future
+
+    def _retry_after_s(self) -> float:
+        """Half the time in which what waits now will have got its rows."""
+        wait = self._row_interval_s * self._inbox.waiting / 2
+        return min(max(wait, 0.1), _MAX_RETRY_AFTER_S)
+
+    # On the worker's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self.tick(self._idle_s())
+        except Exception as error:  # the engine's or ours: nothing after it can be trusted
+            error_id = uuid.uuid4().hex[:12]
+            _log_error(error, error_id)
+            self._end("internal", f"internal error {error_id}")
+        else:
+            self._end("unavailable", "the server has stopped")
+
+    def _idle_s(self) -> float | None:
+        """How long nothing needs doing, None for ever."""
+        if self._launched or self._sampled:
+            return 0.0
+        wake_at = self._plan.wake_at
+        return None if wake_at == inf else max(wake_at - self._clock(), 0.0)
+
+    def tick(self, wait_s: float | None = 0.0) -> None:
+        """One round; waits up to `wait_s` for an event. For tests, else the thread's own."""
+        events: list[Event] = [*self._inbox.take(wait_s), *self._sampled]
+        queued = self._plan.queued + sum(isinstance(event, Arrived) for event in events)
+        now = self._clock()
+        self._plan, actions = plan(self._plan, events, now)
+        self._settle(queued - self._plan.queued, now)
+        self._sampled = []
+        stepped = False
+        for action in actions:
+            stepped = stepped or isinstance(action, Decode)
+            self._carry_out(action)
+        self._read(leave=1 if stepped else 0)
+
+    def _settle(self, requests: int, now: float) -> None:
+        if requests:
+            self._inbox.settle(requests)
+            interval = (now - self._row_given_at) / requests
+            self._row_interval_s += 0.2 * (interval - self._row_interval_s)
+            self._row_given_at = now
+
+    def _carry_out(self, action: Action) -> None:
+        engine = self._engine
+        match action:
+            case Prefill(ticket, request, row, slot):
+                self._prefill(ticket, request, row, slot)
+            case Decode(rows):
+                self._device_state, tokens = engine.decode(self._bank, self._device_state)
+                self._launched.append(_Launch(tokens, rows))
+            case ReleaseRow(row):
+                self._device_state = engine.release(self._device_state, row)
+            case WriteSlot(_, slot, attempt):
+                staged = self._loader.take(attempt)
+                self._bank = engine.write_slot(self._bank, slot, staged)
+            case StartLoad(variant, attempt):
+                self._loader.start(variant, attempt)
+            case AbandonLoad(_, attempt) | DropStaged(_, attempt):
+                self._loader.abandon(attempt)
+            case Evicted(digest, slot):
+                _log.info("slot %d is free of %s", slot, digest)
+            case Emit():
+                self._emit(action)
+            case Fail(failure):
+                self._tell(failure.request_id, failure, last=True)
+            case Answer():
+                self._answer(action)
+
+    def _prefill(self, ticket: Ticket, request: Request, row: int, slot: int) -> None:
+        try:
+            prefilled = self._engine.prefill(
+                self._bank, slot, request.token_ids, request.sampling, request.seed
+            )
+        except ValueError as error:  # refused before anything was launched: this request's affair
+            error_id = uuid.uuid4().hex[:12]
+            _log_error(error, error_id)
+            message = f"the engine refused the request (error {error_id})"
+            self._inbox.put(PrefillRefused(ticket, message))
+            return
+        self._device_state = self._engine.insert(self._device_state, prefilled, row)
+        self._launched.append(_Launch(prefilled.token, ((0, ticket),)))
+
+    def _read(self, leave: int) -> None:
+        """Wait for the tokens of all launches but the newest `leave`."""
+        count = len(self._launched) - leave
+        for launch in self._launched[:count]:
+            tokens = np.asarray(launch.tokens)
+            self._sampled += [Sampled(ticket, int(tokens[row])) for row, ticket in launch.rows]
+        del self._launched[:count]
+
+    def _emit(self, emit: Emit) -> None:
+        stream = self._streams[emit.request_id]
+        finish = emit.finish
+        if stream.on_event is not None:
+            try:
+                stopped = finish is not None and finish.reason == "stop"
+                text = "" if stopped else stream.decoder.push(emit.token)
+                text += stream.decoder.flush() if finish is not None else ""
+            except Exception as error:  # a tokenizer's fault is its own request's affair
+                error_id = uuid.uuid4().hex[:12]
+                _log_error(error, error_id)
+                message = f"the tokens could not be turned into text (error {error_id})"
+                event: TokenEvent | Failure = Failure(emit.request_id, "internal", message)
+                self._tell(emit.request_id, event, last=finish is not None)
+                self._abandon(emit.request_id, stream)
+                return
+        else:
+            text = ""
+        event = TokenEvent(emit.request_id, text, (emit.token,), finish)
+        self._tell(emit.request_id, event, last=finish is not None)
+
+    def _tell(self, request_id: str, event: TokenEvent | Failure, *, last: bool) -> None:
+        """Call back. After the last event the id is free for another request."""
+        stream = self._streams[request_id]
+        if last:
+            self._forget(request_id)
+        if stream.on_event is None:
+            return
+        try:
+            stream.on_event(event)
+        except Exception as error:  # a callback's fault is its own request's affair
+            _log_error(error, uuid.uuid4().hex[:12])
+            self._abandon(request_id, stream)
+
+    def _abandon(self, request_id: str, stream: _Stream) -> None:
+        """Call back no more, and end the request if it runs."""
+        stream.on_event = None
+        if self._streams.get(request_id) is stream:
+            self._inbox.put(Cancelled(request_id))
+
+    def _forget(self, request_id: str) -> None:
+        with self._lock:
+            del self._streams[request_id]
+            if not self._streams:
+                self._lock.notify_all()
+
+    def _answer(self, answer: Answer) -> None:
+        future = self._calls.pop(answer.call)
+        if not future.set_running_or_notify_cancel():
+            return
+        refused = answer.refused
+        if refused is None:
+            future.set_result(None)
+        else:
+            future.set_exception(LoadRefused(refused.kind, refused.message, refused.retry_after_s))
+
+    def _end(self, kind: FailureKind, message: str) -> None:
+        """Serve no more: answer everything that is left."""
+        self._inbox.close("the engine has stopped; the server takes no new requests")
+        with self._lock:
+            self._over = True
+            self._lock.notify_all()
+        self._loader.close()
+        for request_id in list(self._streams):
+            self._tell(request_id, Failure(request_id, kind, message), last=True)
+        for future in self._calls.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(LoadRefused(kind, message))
+        self._calls.clear()
+
+
+def _log_error(error: Exception, error_id: str) -> None:
+    """Log an exception's type and place; its text only when the device gave it."""
+    text = str(error) if isinstance(error, jax.errors.JaxRuntimeError) else "text withheld"
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    _log.error("error %s: %s (%s)\n%s", error_id, type(error).__name__, text, frames)
