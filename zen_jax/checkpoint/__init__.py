@@ -1,0 +1,1 @@
+"""Reading checkpoints of others, and the store of this project's own."""

@@ -1,0 +1,174 @@
+"""Arrays cut into shards, and files read once and checked in memory."""
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import xxhash
+
+from zen_jax.checkpoint.manifest import FileEntry, Part
+
+_BLOCK = 8 * 2**20
+
+
+class FileDamaged(Exception):
+    """A file is not what its manifest says; the message completes "FILE ..."."""
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The dtype of a stored array from its name; bfloat16 is known here, not to NumPy."""
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def cut(array: np.ndarray, shards: int, axis: int) -> np.ndarray:
+    """An array as it is stored for several shards: [..., n, ...] -> [shards, ..., n/shards, ...].
+
+    With one shard it is stored as it is. Row-major and contiguous either way.
+    """
+    if shards == 1:
+        return np.ascontiguousarray(array)
+    shape = array.shape
+    split = array.reshape(*shape[:axis], shards, shape[axis] // shards, *shape[axis + 1 :])
+    return np.ascontiguousarray(np.moveaxis(split, axis, 0))
+
+
+def join(stored: np.ndarray, part: Part) -> np.ndarray:
+    """The inverse of `cut`; a view where the shards lie one after another anyway."""
+    if part.shards == 1:
+        return stored.reshape(part.shape)
+    return np.moveaxis(stored, 0, part.axis).reshape(part.shape)
+
+
+def empty_stored(part: Part) -> np.ndarray:
+    """Room for all shards of a part, in the shape of `cut`."""
+    shape = list(part.shape)
+    if part.shards > 1:
+        shape[part.axis] //= part.shards
+        shape.insert(0, part.shards)
+    return np.empty(shape, dtype_of(part.dtype))
+
+
+def open_regular(path: Path) -> int:
+    """Opens a file for reading; a symbolic link or anything but a plain file is refused.
+
+    Raises:
+      FileDamaged: it is missing, or no plain file.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise FileDamaged(f"cannot be opened ({error.strerror})") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise FileDamaged("is not a plain file")
+    return handle
+
+
+def read_checked(path: Path, entry: FileEntry, into: np.ndarray | None = None) -> memoryview:
+    """Reads a file once and checks it.
+
+    Args:
+      path: the file.
+      entry: what it should be.
+      into: a contiguous array of exactly its bytes to read into; a new one by default.
+
+    Returns:
+      The bytes.
+
+    Raises:
+      FileDamaged: it is missing, has another size or another xxh3.
+    """
+    handle = open_regular(path)
+    try:
+        size = os.fstat(handle).st_size
+        if size != entry.size or (into is not None and into.nbytes != size):
+            expected = entry.size if into is None else into.nbytes
+            raise FileDamaged(f"has {size} bytes; expected {expected}")
+        # Viewed as bytes: memoryview does not know bfloat16.
+        raw = np.empty(size, np.uint8) if into is None else into.reshape(-1).view(np.uint8)
+        view, done = memoryview(raw), 0
+        while done < size:
+            count = os.readv(handle, [view[done:]])
+            if count == 0:
+                raise FileDamaged(f"ended after {done} bytes; expected {size}")
+            done += count
+    finally:
+        os.close(handle)
+    if xxhash.xxh3_128_hexdigest(view) != entry.xxh3:
+        raise FileDamaged("does not match its checksum")
+    return view
+
+
+def describe_bytes(data: np.ndarray | bytes) -> FileEntry:
+    """Size and checksums of bytes in memory."""
+    view = memoryview(data) if isinstance(data, bytes) else memoryview(_as_bytes(data))
+    return FileEntry(len(view), xxhash.xxh3_128_hexdigest(view), hashlib.sha256(view).hexdigest())
+
+
+def sha256_of(array: np.ndarray) -> str:
+    """SHA-256 of an array's bytes in row-major order."""
+    return hashlib.sha256(memoryview(_as_bytes(array))).hexdigest()
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def describe_file(path: Path) -> FileEntry:
+    """Size and both checksums of a file, read in blocks.
+
+    Raises:
+      FileDamaged: it cannot be read.
+    """
+    fast, strong, size = xxhash.xxh3_128(), hashlib.sha256(), 0
+    for block in _blocks(path):
+        fast.update(block)
+        strong.update(block)
+        size += len(block)
+    return FileEntry(size, fast.hexdigest(), strong.hexdigest())
+
+
+def fast_checksum(path: Path) -> str:
+    """A file's xxh3_128 in hex, read in blocks.
+
+    Raises:
+      FileDamaged: it cannot be read.
+    """
+    fast = xxhash.xxh3_128()
+    for block in _blocks(path):
+        fast.update(block)
+    return fast.hexdigest()
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    handle = open_regular(path)
+    try:
+        while block := os.read(handle, _BLOCK):
+            yield block
+    except OSError as error:
+        raise FileDamaged(f"cannot be read ({error.strerror})") from error
+    finally:
+        os.close(handle)
+
+
+def list_files(folder: Path) -> dict[str, bool]:
+    """Every entry below a folder that is not a folder: relative path -> whether it is a plain file.
+
+    Symbolic links are not followed and count as no plain file.
+    """
+    found: dict[str, bool] = {}
+    pending = [""]
+    while pending:
+        prefix = pending.pop()
+        with os.scandir(folder / prefix) as entries:
+            for entry in entries:
+                path = f"{prefix}{entry.name}"
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(f"{path}/")
+                else:
+                    found[path] = entry.is_file(follow_symlinks=False)
+    return found

@@ -1,0 +1,364 @@
+"""What the store knows about a base or a variant: `manifest.json`, and the names of its errors.
+
+The file is written in one canonical form and carries a checksum of itself, so that a change of
+any byte of it shows. It is the only thing that says which files a checkpoint has, what they hold
+and what they should read as; orbax's own metadata is never trusted for that.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from zen_jax.config import ModelConfig
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+BASE = "base"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+# "whole": the base's tensor itself; the others say what a variant adds to it.
+Policy = Literal["whole", "bit", "dense", "shared"]
+
+
+class NameRefused(ValueError):
+    """A variant's name that the store does not take."""
+
+
+class NotAStore(ValueError):
+    """A folder that is not a store, or may not become one."""
+
+
+class BaseExists(ValueError):
+    """A store that has a base already; a base is never replaced under its variants."""
+
+
+class VariantNotFound(ValueError):
+    """A variant, or a version of it, that the store does not have."""
+
+
+class WrongBase(ValueError):
+    """A variant that was made against other weights than this store's base."""
+
+
+class NotServedYet(ValueError):
+    """A variant that the store holds and that cannot be loaded by this version."""
+
+
+class Corrupt(ValueError):
+    """Damage in the store.
+
+    Attributes:
+      where: "base", or a variant's "name/version".
+      file: the file, relative to its folder.
+      problem: what is wrong with it.
+    """
+
+    def __init__(self, where: str, file: str, problem: str):
+        self.where, self.file, self.problem = where, file, problem
+        super().__init__(f"{where}: {file} {problem}")
+
+
+class BaseCorrupt(Corrupt):
+    """Damage in the base."""
+
+
+class VariantCorrupt(Corrupt):
+    """Damage in a variant."""
+
+
+class ManifestError(ValueError):
+    """A manifest that is damaged or not understood."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One published version of a fine-tune.
+
+    Attributes:
+      name: as users give it.
+      version: counts up from 1.
+      digest: of its content; what caches are keyed by, never the name.
+      path: its folder.
+    """
+
+    name: str
+    version: int
+    digest: str
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.version}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FileEntry:
+    """One file as it was written.
+
+    Attributes:
+      size: bytes.
+      xxh3: xxh3_128 in hex; checked at every load.
+      sha256: in hex; checked by `zen verify`.
+    """
+
+    size: int
+    xxh3: str
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One array of a tensor, stored as one orbax leaf.
+
+    Attributes:
+      leaf: name of the leaf, which is its folder.
+      dtype: NumPy's name for it, or bfloat16.
+      shape: of the whole array.
+      shards: how many files it lies in, in order.
+      axis: the dimension that is cut for them; 0 when there is one file.
+      sha256: of the whole array's bytes in row-major order.
+    """
+
+    leaf: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: int
+    axis: int
+    sha256: str
+
+    def files(self) -> list[str]:
+        """The chunk files in the order of the shards, relative to the checkpoint's folder.
+
+        A part in several files is stored as [shards, ...] and each file is one index of that axis.
+        """
+        zeros = ["0"] * len(self.shape)
+        if self.shards == 1:
+            return [f"{self.leaf}/{'.'.join(zeros)}"]
+        return [f"{self.leaf}/{'.'.join([str(s), *zeros])}" for s in range(self.shards)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """How one Hugging Face tensor is stored.
+
+    Attributes:
+      policy: see `Policy`.
+      shape: its true shape; bits are padded, and a variant may have more rows than the base.
+      parts: "weight" for a base; "bits" and "scale", "dense", and "rows" (the rows that the base
+        lacks, whole) for a variant.
+      levels: of bits and scales.
+      scale: "row" or "matrix" when there are bits.
+      against: the base's tensor that it is a difference to, if that has another name.
+      stats: figures of its conversion: zeros, alpha_mean, base_rms, relative_error.
+    """
+
+    policy: Policy
+    shape: tuple[int, ...]
+    parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+    levels: int = 0
+    scale: str | None = None
+    against: str | None = None
+    stats: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The contents of `manifest.json`.
+
+    Attributes:
+      name: "base", or the variant's name.
+      version: the variant's version; 0 for a base.
+      base_digest: of the base that a variant belongs to; a base's own digest.
+      digest: of the content, see `content_digest`.
+      settings: the architecture as in a Hugging Face config.json; a variant's differs from its
+        base's in vocabulary, tying and length only.
+      shards: how many files each large array was cut into.
+      tensors: by Hugging Face name.
+      tokenizer: file name -> SHA-256; the files lie in the folder `tokenizer`.
+      files: every file of the folder except the manifest, by relative path.
+      made: source, options and versions of packages.
+      quality: measured figures, empty until someone measures.
+    """
+
+    name: str
+    version: int
+    base_digest: str
+    digest: str
+    settings: Mapping[str, Any]
+    shards: int
+    tensors: Mapping[str, TensorEntry]
+    tokenizer: Mapping[str, str]
+    files: Mapping[str, FileEntry]
+    made: Mapping[str, Any]
+    quality: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        """The architecture."""
+        return ModelConfig.from_hf(self.settings)
+
+    @property
+    def is_base(self) -> bool:
+        """Whether this is the base's."""
+        return self.version == 0
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes on disk, the manifest itself included."""
+        return sum(file.size for file in self.files.values()) + len(self.render())
+
+    @property
+    def full_copy_bytes(self) -> int:
+        """Bytes of the same model's weights whole in bfloat16."""
+        return 2 * sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def ratio(self) -> float:
+        """Bytes on disk over those of a full copy."""
+        return self.bytes_on_disk / self.full_copy_bytes
+
+    def render(self) -> bytes:
+        """The file's bytes, the one way to write these contents."""
+        return _dump(self._fields())
+
+    def _fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"format_version": FORMAT_VERSION}
+        fields["kind"] = "base" if self.is_base else "variant"
+        for name in ("name", "version", "base_digest", "digest", "shards"):
+            fields[name] = getattr(self, name)
+        fields["config"] = dict(self.settings)
+        fields["tensors"] = {key: dataclasses.asdict(t) for key, t in self.tensors.items()}
+        fields["tokenizer"] = dict(self.tokenizer)
+        fields["files"] = {key: dataclasses.asdict(f) for key, f in self.files.items()}
+        fields["made"], fields["quality"] = dict(self.made), dict(self.quality)
+        return fields
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Manifest":
+        """Reads the file's bytes.
+
+        Raises:
+          ManifestError: they are not what `render` writes for any contents, or belong to a
+            format that this version does not read.
+        """
+        try:
+            fields = json.loads(data)
+            if not isinstance(fields, dict):
+                raise ManifestError("is not an object")
+            version = fields.get("format_version")
+            if version != FORMAT_VERSION:
+                raise ManifestError(f"has format version {version!r}; expected {FORMAT_VERSION}")
+            checksum = fields.pop("checksum", None)
+            if checksum != _checksum(fields):
+                raise ManifestError("does not match its own checksum")
+            if _dump(fields) != data:
+                raise ManifestError("is not written in canonical form")
+            return cls._from_fields(fields)
+        except ManifestError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ManifestError(f"cannot be read ({str(error)[:200]})") from error
+
+    @classmethod
+    def _from_fields(cls, fields: Mapping[str, Any]) -> "Manifest":
+        tensors = {key: _tensor_entry(entry) for key, entry in fields["tensors"].items()}
+        files = {key: FileEntry(**entry) for key, entry in fields["files"].items()}
+        for path in files:
+            if path.startswith("/") or ".." in path.split("/"):
+                raise ManifestError(f"names the file {path!r}, which is outside its folder")
+        for name, tensor in tensors.items():
+            lost = [f for part in tensor.parts.values() for f in part.files() if f not in files]
+            if lost:
+                raise ManifestError(f"places {name} in {lost[0]}, which it does not list")
+        ModelConfig.from_hf(fields["config"])
+        if (fields["kind"] == "base") != (fields["version"] == 0):
+            raise ManifestError("does not say whether it is a base or a variant")
+        return cls(
+            name=fields["name"],
+            version=fields["version"],
+            base_digest=fields["base_digest"],
+            digest=fields["digest"],
+            settings=fields["config"],
+            shards=fields["shards"],
+            tensors=tensors,
+            tokenizer=fields["tokenizer"],
+            files=files,
+            made=fields["made"],
+            quality=fields["quality"],
+        )
+
+
+def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
+    parts = {
+        kind: Part(**(part | {"shape": tuple(part["shape"])}))
+        for kind, part in entry["parts"].items()
+    }
+    return TensorEntry(**{**entry, "shape": tuple(entry["shape"]), "parts": parts})
+
+
+def _canonical(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode()
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_canonical(fields)).hexdigest()
+
+
+def _dump(fields: Mapping[str, Any]) -> bytes:
+    whole = {**fields, "checksum": _checksum(fields)}
+    return json.dumps(whole, sort_keys=True, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def content_digest(
+    tensors: Mapping[str, TensorEntry],
+    settings: Mapping[str, Any],
+    base_digest: str | None = None,
+    tokenizer: Mapping[str, str] | None = None,
+) -> str:
+    """The identity of a base or a variant: what it computes, not how or when it was written.
+
+    It covers each tensor's name, true shape and arrays (dtype, shape, values) and the
+    architecture; for a variant also its base's digest and its tokenizer files, so that two variants
+    of equal digest answer alike. Shards, orbax's metadata and times are left out.
+
+    Returns:
+      SHA-256 in hex.
+    """
+    arrays = {
+        name: {
+            "policy": entry.policy,
+            "shape": entry.shape,
+            "against": entry.against,
+            "parts": {k: [p.dtype, p.shape, p.sha256] for k, p in entry.parts.items()},
+        }
+        for name, entry in tensors.items()
+    }
+    whole = {
+        "tensors": arrays,
+        "config": dict(settings),
+        "base": base_digest,
+        "tokenizer": dict(tokenizer or {}),
+    }
+    return hashlib.sha256(_canonical(whole)).hexdigest()
+
+
+def check_name(name: str) -> str:
+    """Returns a variant's name if the store takes it.
+
+    Raises:
+      NameRefused: it does not match [A-Za-z0-9][A-Za-z0-9._-]{0,127}, or is "base".
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise NameRefused(
+            f"{name!r:.140} is not a variant's name; expected a letter or digit, then at most 127 "
+            "letters, digits, '.', '_' or '-'"
+        )
+    if name == BASE:
+        raise NameRefused(f"{name!r} is reserved for the base; choose another name")
+    return name

@@ -1,0 +1,334 @@
+"""Publishing into a store: all of a checkpoint at once, or nothing of it.
+
+A checkpoint is written by orbax into a folder of this publisher's own below STORE/.publishing,
+checked, synced and renamed to its place. Arrays are made only when orbax comes to write them, one
+at a time, so memory is bounded by the largest tensor. Folders that dead publishers left are swept
+when the next one starts: a living one holds a lock on its folder.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from zen_jax.checkpoint.chunks import (
+    FileDamaged,
+    cut,
+    describe_bytes,
+    describe_file,
+    fast_checksum,
+    list_files,
+    sha256_of,
+)
+from zen_jax.checkpoint.manifest import (
+    BASE,
+    MANIFEST,
+    BaseExists,
+    FileEntry,
+    Manifest,
+    NotAStore,
+    Part,
+)
+
+PUBLISHING = ".publishing"
+VARIANTS = "variants"
+TOKENIZER = "tokenizer"
+
+
+class StoreWriteFailed(OSError):
+    """Writing into the store failed, for want of space for instance; nothing was published."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyArray:
+    """An array that is made when it is written.
+
+    Attributes:
+      dtype: of the array.
+      shape: of the whole array.
+      produce: makes it; called once.
+      shards: files to write it to; divides ``shape[axis]``.
+      axis: the dimension that is cut for them.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    produce: Callable[[], np.ndarray]
+    shards: int = 1
+    axis: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclasses.dataclass
+class Written:
+    """What a publisher has written so far.
+
+    Attributes:
+      parts: by orbax leaf.
+      files: by path relative to the checkpoint's folder.
+      tokenizer: file name -> SHA-256.
+    """
+
+    parts: dict[str, Part] = dataclasses.field(default_factory=dict)
+    files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
+    tokenizer: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+class _OneAtATime(ocp.type_handlers.NumpyHandler):
+    """Has orbax write `LazyArray` leaves one after another, as the NumPy arrays that they make.
+
+    In the checkpoint they are NumPy arrays like any other: orbax restores them without this.
+    """
+
+    def __init__(self, written: Written):
+        super().__init__(deepcopy_host_arrays=False)
+        self._written = written
+
+    async def serialize(
+        self,
+        values: Sequence[Any],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.SaveArgs] | None = None,
+    ) -> Sequence[Any]:
+        """Makes, describes and writes each array before the next one is made."""
+        for index, value in enumerate(values):
+            info = infos[index]
+            stored = self._make(str(info.name), value)
+            save_args = [args[index]] if args else None
+            try:
+                for commit in await super().serialize([stored], [info], save_args):
+                    commit.result()
+            except Exception as error:
+                reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+                raise StoreWriteFailed(f"{info.name} could not be written ({reason})") from error
+        return []
+
+    def _make(self, leaf: str, value: LazyArray) -> np.ndarray:
+        array = value.produce()
+        if array.shape != value.shape or array.dtype != value.dtype:
+            raise ValueError(
+                f"{leaf} came out as {array.dtype}{list(array.shape)}; "
+                f"{value.dtype}{list(value.shape)} was announced"
+            )
+        stored = cut(array, value.shards, value.axis)
+        cuts = [stored] if value.shards == 1 else list(stored)
+        entries = [describe_bytes(piece) for piece in cuts]
+        whole = entries[0].sha256 if value.shards == 1 else sha256_of(array)
+        part = Part(leaf, array.dtype.name, array.shape, value.shards, value.axis, whole)
+        self._written.parts[leaf] = part
+        self._written.files |= dict(zip(part.files(), entries, strict=True))
+        return stored
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Keeps orbax's warnings about features that are switched off here from the terminal."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class Publisher:
+    """One publication into a store; a context manager whose folder vanishes at its end.
+
+    Attributes:
+      scratch: a folder for intermediate files, on the store's file system.
+    """
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._all = root / PUBLISHING
+        self._work = self._all / f"{os.getpid()}-{uuid.uuid4().hex}"
+        self._content = self._work / "checkpoint"
+        self.scratch = self._work / "scratch"
+        self._alive: int | None = None
+
+    def __enter__(self) -> "Publisher":
+        if self._all.is_symlink():
+            raise NotAStore(f"{self._all} is a symbolic link; expected a folder of the store")
+        self._all.mkdir(exist_ok=True)
+        with self._locked():
+            self._sweep()
+            self.scratch.mkdir(parents=True)
+            self._alive = os.open(self._work / "alive", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+            fcntl.flock(self._alive, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._work, ignore_errors=True)
+        if self._alive is not None:
+            os.close(self._alive)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the store's one lock: around sweeping, and around choosing a version."""
+        handle = os.open(self._all / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    def _sweep(self) -> None:
+        """Removes the folders of publishers that no longer live."""
+        for folder in self._all.iterdir():
+            if folder.is_symlink() or not folder.is_dir():
+                continue
+            try:
+                handle = os.open(folder / "alive", os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+    def write(self, tree: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> Written:
+        """Writes the checkpoint into this publisher's folder and reads it back.
+
+        Args:
+          tree: `LazyArray` leaves by Hugging Face name, or by name and kind of part.
+          tokenizer: file name -> contents.
+
+        Returns:
+          What the manifest has to say of it.
+
+        Raises:
+          StoreWriteFailed: it could not be written, or did not come back as it was meant.
+          Whatever a leaf's ``produce`` raises.
+        """
+        written = Written()
+        self._save(tree, written)
+        (self._content / TOKENIZER).mkdir()
+        for name, data in tokenizer.items():
+            (self._content / TOKENIZER / name).write_bytes(data)
+            entry = describe_bytes(data)
+            written.tokenizer[name] = entry.sha256
+            written.files[f"{TOKENIZER}/{name}"] = entry
+        self._check(written)
+        return written
+
+    def _save(self, tree: Mapping[str, Any], written: Written) -> None:
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (LazyArray, _OneAtATime(written)), (jax.Array, ocp.type_handlers.ArrayHandler())
+        )
+        handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False,
+            use_zarr3=False,
+            use_compression=False,
+            type_handler_registry=registry,
+        )
+        # Cut arrays have the shards in front; one chunk, which is one file, for each.
+        save_args = jax.tree.map(
+            lambda leaf: ocp.SaveArgs(shard_axes=(0,) if leaf.shards > 1 else ()), tree
+        )
+        with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(self._content, ocp.args.PyTreeSave(dict(tree), save_args=save_args))
+
+    def _check(self, written: Written) -> None:
+        """Compares the files with what was meant, describes those of orbax, syncs all to disk."""
+        found = list_files(self._content)
+        lost = sorted(set(written.files) - set(found))
+        if lost:
+            raise StoreWriteFailed(f"{lost[0]} was not written")
+        try:
+            for path in found:
+                if path not in written.files:
+                    written.files[path] = describe_file(self._content / path)
+                elif fast_checksum(self._content / path) != written.files[path].xxh3:
+                    raise StoreWriteFailed(f"{path} did not come back as it was written")
+                _sync(self._content / path)
+        except FileDamaged as error:
+            raise StoreWriteFailed(f"the new checkpoint cannot be read back: {error}") from error
+        for folder in {self._content, *((self._content / path).parent for path in found)}:
+            _sync(folder)
+
+    def publish_base(self, manifest: Manifest) -> Path:
+        """Makes the checkpoint the store's base.
+
+        Raises:
+          BaseExists: the store has a base by now.
+        """
+        with self._locked():
+            target = self._root / BASE
+            if target.exists():
+                raise BaseExists(f"{self._root} has a base already; choose another folder")
+            self._put(manifest, target)
+        return target
+
+    def publish_variant(self, name: str, describe: Callable[[int], Manifest]) -> Manifest:
+        """Makes the checkpoint the newest version of a variant.
+
+        Args:
+          name: a checked name.
+          describe: from the version that it gets to its manifest.
+
+        Returns:
+          The manifest, published.
+        """
+        with self._locked():
+            folder = self._root / VARIANTS / name
+            for each in (folder.parent, folder):
+                if each.is_symlink():
+                    raise NotAStore(f"{each} is a symbolic link; expected a folder of the store")
+                each.mkdir(exist_ok=True)
+                _sync(each.parent)
+            taken = [int(p.name) for p in folder.iterdir() if p.name.isdecimal()]
+            manifest = describe(max(taken, default=0) + 1)
+            self._put(manifest, folder / str(manifest.version))
+        return manifest
+
+    def replace_manifest(self, folder: Path, describe: Callable[[], Manifest]) -> Manifest:
+        """Exchanges a published checkpoint's manifest for another in one step.
+
+        Args:
+          folder: of the checkpoint, in the store.
+          describe: makes the new one; no other publisher changes the old one meanwhile.
+        """
+        with self._locked():
+            manifest = describe()
+            path = self.scratch / MANIFEST
+            path.write_bytes(manifest.render())
+            _sync(path)
+            os.replace(path, folder / MANIFEST)
+            _sync(folder)
+        return manifest
+
+    def _put(self, manifest: Manifest, target: Path) -> None:
+        path = self._content / MANIFEST
+        path.write_bytes(manifest.render())
+        _sync(path)
+        _sync(self._content)
+        os.rename(self._content, target)
+        _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
