@@ -18,23 +18,20 @@ from server import status
 from server.requests import (
     Draining,
     Failure,
-    FailureKind,
     Finish,
     InboxFull,
     OnEvent,
     Request,
     TokenEvent,
 )
-from server.router import Router, UnknownModel
+from server.router import InvalidModelName, Router, UnknownModel
 from server.status import StatusError, Violation
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc
-from zen_jax.checkpoint.manifest import Variant
+from zen_jax.checkpoint.manifest import BASE, Variant, VariantCorrupt
 from zen_jax.sampling import InvalidSampling, SamplingParams
 from zen_jax.tokenizer import Tokenizer
 
-BASE_NAME = "base"
-MAX_NAME_LENGTH = 128
 DEFAULT_MAX_TOKENS = 128
 
 # Longer than any pause of a reader that still wants its answer, in seconds.
@@ -74,6 +71,14 @@ class Limits:
     vocab_size: int
 
 
+@dataclass(frozen=True)
+class _Engine:
+    """What runs requests, once it is there."""
+
+    worker: GenerateWorker
+    limits: Limits
+
+
 class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
     """The servicer of zen.v1.GenerateService. It belongs to the event loop that it is served from.
 
@@ -84,13 +89,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self,
         *,
         router: Router,
-        worker: GenerateWorker,
         tokenizers: Callable[[Variant | None], Tokenizer],
-        limits: Limits,
         write_timeout_s: float = DEFAULT_WRITE_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Takes the parts that it stands between.
+        """Takes the parts that are there before an engine is.
 
         Args:
             tokenizers: a variant's tokenizer, the base's for None; called from helper threads.
@@ -98,12 +101,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             clock: the worker's clock, in seconds.
         """
         self._router = router
-        self._worker = worker
         self._tokenizers = tokenizers
-        self._limits = limits
         self._write_timeout_s = write_timeout_s
         self._clock = clock
-        self._refusal: str | None = "the server is starting"
+        self._engine: _Engine | None = None
+        self._refusal = "the server is starting"
         self._in_flight = 0
 
     @property
@@ -111,90 +113,49 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         """Calls that were accepted and have not ended."""
         return self._in_flight
 
-    def accept(self) -> None:
-        """Lets calls in from now on."""
-        self._refusal = None
+    def accept(self, worker: GenerateWorker, limits: Limits) -> None:
+        """Lets calls in from now on, for `worker`, whose engine has `limits`."""
+        self._engine = _Engine(worker, limits)
 
     def refuse(self, reason: str) -> None:
         """Answers new calls with UNAVAILABLE and `reason` from now on."""
-        self._refusal = reason
+        self._engine, self._refusal = None, reason
 
     async def Generate(  # noqa: N802, the name is the protocol's
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Streams the answer to one request, and frees its row however the call ends."""
-        if self._refusal is not None:
+        engine = self._engine
+        if engine is None:
             raise status.unavailable(self._refusal)
         self._in_flight += 1
         try:
             remaining_s = context.time_remaining()
             deadline = None if remaining_s is None else self._clock() + remaining_s
             # Files are looked at and text is tokenized there: neither may hold up the loop.
-            prepared = await asyncio.to_thread(self._prepare, request, deadline)
-            await self._answer(prepared, context)
+            prepared = await asyncio.to_thread(self._prepare, request, deadline, engine.limits)
+            await self._answer(prepared, engine.worker, context)
         finally:
             self._in_flight -= 1
 
-    def _prepare(self, message: pb.GenerateRequest, deadline: float | None) -> Request:
+    def _prepare(
+        self, message: pb.GenerateRequest, deadline: float | None, limits: Limits
+    ) -> Request:
         """Checks a message, finds its variant and tokenizes its input; raises StatusError."""
-        violations = list(check(message, self._limits))
+        violations = list(check(message, limits))
         if violations:
             raise status.invalid_argument(violations)
-        try:
-            variant = self._router.resolve(message.model)
-        except UnknownModel as error:
-            raise status.not_found("zen.v1.Variant", message.model, str(error)) from None
-        token_ids = self._token_ids(message, variant)
-        sampling = self._sampling(message, len(token_ids))
+        variant = resolve(self._router, message.model, "model")
+        # The worker needs it too: found here, it is not read from files on the loop.
+        tokenizer = self._tokenizers(variant)
+        token_ids = _token_ids(message, tokenizer)
+        sampling = _sampling(message, len(token_ids), limits)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         return Request(uuid.uuid4().hex, variant, token_ids, sampling, seed, deadline)
 
-    def _token_ids(self, message: pb.GenerateRequest, variant: Variant | None) -> tuple[int, ...]:
-        field = message.WhichOneof("input")
-        if field == "token_ids":
-            return tuple(message.token_ids.ids)
-        tokenizer = self._tokenizers(variant)
-        if field == "prompt":
-            token_ids = tokenizer.encode(message.prompt)
-        else:
-            turns = [{"role": m.role, "content": m.content} for m in message.messages.messages]
-            try:
-                token_ids = tokenizer.chat(turns)
-            except ValueError:
-                # The template's own text can quote the conversation, so it is not passed on.
-                text = f"{message.model!r} has no chat template that takes these messages"
-                raise _invalid("messages", text) from None
-        if not token_ids:
-            raise _invalid(field or "input", "has no token; give at least one")
-        return tuple(token_ids)
-
-    def _sampling(self, message: pb.GenerateRequest, prompt_tokens: int) -> SamplingParams:
-        room = self._limits.max_length - prompt_tokens
-        if room < 1:
-            raise _invalid(
-                message.WhichOneof("input") or "input",
-                f"is {prompt_tokens} tokens long; this server's context of "
-                f"{self._limits.max_length} leaves room for {self._limits.max_length - 1}",
-            )
-        wanted = message.sampling
-        if wanted.HasField("max_tokens") and wanted.max_tokens > room:
-            raise _invalid(
-                "sampling.max_tokens",
-                f"is {wanted.max_tokens}; a context of {self._limits.max_length} leaves {room} "
-                f"behind a prompt of {prompt_tokens} tokens",
-            )
-        default = SamplingParams()
-        return SamplingParams(
-            max_tokens=_given(wanted, "max_tokens", min(DEFAULT_MAX_TOKENS, room)),
-            temperature=_given(wanted, "temperature", default.temperature),
-            top_k=_given(wanted, "top_k", default.top_k),
-            top_p=_given(wanted, "top_p", default.top_p),
-            seed=_given(wanted, "seed", None),
-            stop_token_ids=tuple(wanted.stop_token_ids),
-            ignore_eos=wanted.ignore_eos,
-        )
-
-    async def _answer(self, request: Request, context: grpc.aio.ServicerContext) -> None:
+    async def _answer(
+        self, request: Request, worker: GenerateWorker, context: grpc.aio.ServicerContext
+    ) -> None:
         """Runs `request` and writes what comes of it; the worker is told when nobody listens."""
         loop = asyncio.get_running_loop()
         # Holds no more than the request's max_tokens events.
@@ -204,7 +165,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         try:
-            self._worker.submit(request, on_event)
+            worker.submit(request, on_event)
         except InboxFull as error:
             raise status.resource_exhausted(str(error), error.retry_after_s) from None
         except Draining as error:
@@ -212,33 +173,17 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         over = False
         try:
             while not over:
-                message, failure, over = await self._next(events, request)
+                message, failure, over = await _next(events, request)
                 if message is not None:
                     await self._write(message, context)
                 if failure is not None:
-                    raise failure_status(failure, request.variant)
+                    name = model_info(request.variant).name
+                    raise status.of_failure(
+                        failure.kind, failure.message, failure.retry_after_s, name
+                    )
         finally:
             if not over:
-                self._worker.cancel(request.id)
-
-    async def _next(
-        self, events: asyncio.Queue[TokenEvent | Failure], request: Request
-    ) -> tuple[pb.GenerateResponse | None, Failure | None, bool]:
-        """Waits for an event, and takes those that came with it: message, failure, over."""
-        message = None
-        event = await events.get()
-        while True:
-            if isinstance(event, Failure):
-                return message, event, True
-            message = message or pb.GenerateResponse()
-            message.text += event.text
-            message.token_ids.extend(event.token_ids)
-            if event.finish is not None:
-                message.completion.CopyFrom(completion(request, event.finish))
-                return message, None, True
-            if events.empty():
-                return message, None, False
-            event = events.get_nowait()
+                worker.cancel(request.id)
 
     async def _write(self, message: pb.GenerateResponse, context: grpc.aio.ServicerContext) -> None:
         try:
@@ -249,16 +194,33 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             raise status.cancelled(text) from None
 
 
+async def _next(
+    events: asyncio.Queue[TokenEvent | Failure], request: Request
+) -> tuple[pb.GenerateResponse | None, Failure | None, bool]:
+    """Waits for an event, and takes those that came with it: message, failure, over."""
+    message = None
+    event = await events.get()
+    while True:
+        if isinstance(event, Failure):
+            return message, event, True
+        message = message or pb.GenerateResponse()
+        message.text += event.text
+        message.token_ids.extend(event.token_ids)
+        if event.finish is not None:
+            message.completion.CopyFrom(completion(request, event.finish))
+            return message, None, True
+        if events.empty():
+            return message, None, False
+        event = events.get_nowait()
+
+
 def check(message: pb.GenerateRequest, limits: Limits) -> Iterator[Violation]:
     """Yields what can be said against a request without looking at the store.
 
     A status travels in headers, which are small: no description grows with the request.
     """
     if not message.model:
-        yield Violation("model", f"is empty; give a variant's name or {BASE_NAME!r}")
-    elif len(message.model) > MAX_NAME_LENGTH:
-        text = f"is {len(message.model)} characters long; a name has at most {MAX_NAME_LENGTH}"
-        yield Violation("model", text)
+        yield Violation("model", f"is empty; give a variant's name or {BASE!r}")
     yield from _check_input(message, limits)
     sampling = message.sampling
     for field in _CHECKED_ALONE:
@@ -296,6 +258,52 @@ def _check_input(message: pb.GenerateRequest, limits: Limits) -> Iterator[Violat
                     return
 
 
+def _token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
+    field = message.WhichOneof("input")
+    if field == "token_ids":
+        return tuple(message.token_ids.ids)
+    if field == "prompt":
+        token_ids = tokenizer.encode(message.prompt)
+    else:
+        turns = [{"role": m.role, "content": m.content} for m in message.messages.messages]
+        try:
+            token_ids = tokenizer.chat(turns)
+        except ValueError:
+            # The template's own text can quote the conversation, so it is not passed on.
+            text = f"{message.model!r} has no chat template that takes these messages"
+            raise _invalid("messages", text) from None
+    if not token_ids:
+        raise _invalid(field or "input", "has no token; give at least one")
+    return tuple(token_ids)
+
+
+def _sampling(message: pb.GenerateRequest, prompt_tokens: int, limits: Limits) -> SamplingParams:
+    room = limits.max_length - prompt_tokens
+    if room < 1:
+        raise _invalid(
+            message.WhichOneof("input") or "input",
+            f"is {prompt_tokens} tokens long; this server's context of "
+            f"{limits.max_length} leaves room for {limits.max_length - 1}",
+        )
+    wanted = message.sampling
+    if wanted.HasField("max_tokens") and wanted.max_tokens > room:
+        raise _invalid(
+            "sampling.max_tokens",
+            f"is {wanted.max_tokens}; a context of {limits.max_length} leaves {room} "
+            f"behind a prompt of {prompt_tokens} tokens",
+        )
+    default = SamplingParams()
+    return SamplingParams(
+        max_tokens=_given(wanted, "max_tokens", min(DEFAULT_MAX_TOKENS, room)),
+        temperature=_given(wanted, "temperature", default.temperature),
+        top_k=_given(wanted, "top_k", default.top_k),
+        top_p=_given(wanted, "top_p", default.top_p),
+        seed=_given(wanted, "seed", None),
+        stop_token_ids=tuple(wanted.stop_token_ids),
+        ignore_eos=wanted.ignore_eos,
+    )
+
+
 def completion(request: Request, finish: Finish) -> pb.Completion:
     """The last message's account of a request that ended well."""
     timings = finish.timings
@@ -316,42 +324,27 @@ def completion(request: Request, finish: Finish) -> pb.Completion:
     )
 
 
+def resolve(router: Router, name: str, field: str) -> Variant | None:
+    """The variant that `name`, the value of `field`, means; None for the base.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, NOT_FOUND, or DATA_LOSS when its manifest is damaged.
+    """
+    try:
+        return router.resolve(name)
+    except InvalidModelName as error:
+        raise _invalid(field, str(error)) from None
+    except UnknownModel as error:
+        raise status.not_found("zen.v1.Variant", name, str(error)) from None
+    except VariantCorrupt:
+        raise status.data_loss(f"{name} is damaged in the store; run zen verify") from None
+
+
 def model_info(variant: Variant | None) -> pb.ModelInfo:
     """What answered: a variant, or the base for None."""
     if variant is None:
-        return pb.ModelInfo(name=BASE_NAME)
+        return pb.ModelInfo(name=BASE)
     return pb.ModelInfo(name=variant.name, version=variant.version, digest=variant.digest)
-
-
-def failure_status(failure: Failure, variant: Variant | None) -> StatusError:
-    """The status that a request's failure is sent as."""
-    name = BASE_NAME if variant is None else variant.name
-    return kind_status(failure.kind, failure.message, failure.retry_after_s, name)
-
-
-def kind_status(
-    kind: FailureKind, text: str, retry_after_s: float | None, name: str
-) -> StatusError:
-    """The status for a kind of failure of the model `name`; `text` is fit for the client."""
-    match kind:
-        case "cancelled":
-            return status.cancelled(text)
-        case "deadline":
-            return status.deadline_exceeded(text)
-        case "load_failed":
-            return status.failed_precondition("LOAD_FAILED", name, text)
-        case "does_not_fit":
-            return status.failed_precondition("DOES_NOT_FIT", name, text)
-        case "corrupt":
-            return status.data_loss(text)
-        case "exhausted":
-            return status.resource_exhausted(text, retry_after_s)
-        case "withdrawn":
-            return status.aborted(text)
-        case "unavailable":
-            return status.unavailable(text, retry_after_s)
-        case "internal":
-            return status.internal(text)
 
 
 def _given(sampling: pb.Sampling, field: str, default):

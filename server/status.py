@@ -20,7 +20,9 @@ from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-logger = logging.getLogger(__name__)
+from server.requests import FailureKind
+
+_log = logging.getLogger(__name__)
 
 # What a client is asked to wait where nothing better is known, in seconds.
 DEFAULT_RETRY_S = 1.0
@@ -105,21 +107,40 @@ def data_loss(text: str) -> StatusError:
     return _error(code_pb2.DATA_LOSS, text)
 
 
-def internal(error_id: str) -> StatusError:
-    """INTERNAL with an id that the server's log holds too, and no other text from inside."""
-    return _error(
-        code_pb2.INTERNAL,
-        f"a fault in the server; its log says more under the id {error_id}",
-        error_details_pb2.RequestInfo(request_id=error_id),
-    )
+def internal(text: str) -> StatusError:
+    """INTERNAL; `text` holds an id to look for in the server's log, and nothing from inside."""
+    return _error(code_pb2.INTERNAL, text)
 
 
 def internal_from(error: BaseException) -> StatusError:
     """Logs where `error` was raised, without its text, and returns the INTERNAL to send for it."""
-    error_id = uuid.uuid4().hex
+    error_id = uuid.uuid4().hex[:12]
     places = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-    logger.error("fault %s: %s\n%s", error_id, type(error).__qualname__, places)
-    return internal(error_id)
+    _log.error("error %s: %s (text withheld)\n%s", error_id, type(error).__name__, places)
+    return internal(f"a fault in the server (error {error_id})")
+
+
+def of_failure(kind: FailureKind, text: str, retry_after_s: float | None, name: str) -> StatusError:
+    """The status for a failure of the model `name` (see `server.requests.Failure`)."""
+    match kind:
+        case "cancelled":
+            return cancelled(text)
+        case "deadline":
+            return deadline_exceeded(text)
+        case "load_failed":
+            return failed_precondition("LOAD_FAILED", name, text)
+        case "does_not_fit":
+            return failed_precondition("DOES_NOT_FIT", name, text)
+        case "corrupt":
+            return data_loss(text)
+        case "exhausted":
+            return resource_exhausted(text, retry_after_s)
+        case "withdrawn":
+            return aborted(text)
+        case "unavailable":
+            return unavailable(text, retry_after_s)
+        case "internal":
+            return internal(text)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

@@ -25,25 +25,27 @@ from server.requests import (
     Timings,
     TokenEvent,
 )
-from server.router import UnknownModel
+from server.router import Router
 from server.service import GenerateService, Limits
 from server.status import ErrorInterceptor
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc
-from zen_jax.checkpoint.manifest import Variant
+from zen_jax.checkpoint.manifest import Variant, VariantCorrupt, VariantNotFound
 
 CODER = Variant("coder", 3, "d1g3st", Path("/nowhere"))
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 LIMITS = Limits(max_length=64, vocab_size=264)
 
 
-class FakeRouter:
-    def resolve(self, model: str) -> Variant | None:
-        if model == "base":
-            return None
-        if model == "coder":
-            return CODER
-        raise UnknownModel(model)
+class FakeStore:
+    """Knows "coder", and "torn", whose manifest is damaged."""
+
+    def variant(self, name: str) -> Variant:
+        if name == "torn":
+            raise VariantCorrupt("torn/1", "manifest.json", "is not an object")
+        if name != "coder":
+            raise VariantNotFound(name)
+        return CODER
 
 
 class FakeTokenizer:
@@ -120,13 +122,11 @@ def worker() -> FakeWorker:
 @pytest.fixture
 async def served(worker: FakeWorker) -> AsyncIterator[Served]:
     service = GenerateService(
-        router=FakeRouter(),
-        worker=worker,
+        router=Router(FakeStore()),
         tokenizers=lambda variant: FakeTokenizer(),
-        limits=LIMITS,
         write_timeout_s=0.3,
     )
-    service.accept()
+    service.accept(worker, LIMITS)
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     generate_pb2_grpc.add_GenerateServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -246,6 +246,7 @@ def _tokens(*ids: int, **sampling) -> pb.GenerateRequest:
     [
         (ask(""), ["model"]),
         (ask("m" * 3_000_000), ["model"]),
+        (ask("../../etc/passwd"), ["model"]),
         (pb.GenerateRequest(model="coder"), ["input"]),
         (ask(prompt=""), ["prompt"]),
         (ask(prompt="x" * 64), ["prompt"]),
@@ -310,6 +311,13 @@ async def test_an_unknown_model_is_not_found(served, worker):
     assert worker.requests == []
 
 
+async def test_a_damaged_manifest_is_data_loss(served, worker):
+    code, text, _ = await served.refused(ask("torn"))
+    assert code is grpc.StatusCode.DATA_LOSS
+    assert "torn" in text
+    assert worker.requests == []
+
+
 @pytest.mark.parametrize(
     "kind, code",
     [
@@ -369,7 +377,7 @@ async def test_nothing_is_taken_before_accept_or_after_refuse(served, worker):
     code, text, _ = await served.refused(ask())
     assert (code, text) == (grpc.StatusCode.UNAVAILABLE, "the server is resting")
     assert worker.requests == []
-    served.service.accept()
+    served.service.accept(worker, LIMITS)
     assert await served.generate(ask())
 
 
@@ -459,12 +467,11 @@ async def test_events_after_the_end_disturb_nobody(served, worker):
 
 async def test_a_fault_sends_an_id_and_no_text(served, worker, caplog):
     with caplog.at_level(logging.ERROR):
-        code, text, (detail,) = await served.refused(ask(prompt="boom, said I"))
+        code, text, _ = await served.refused(ask(prompt="boom, said I"))
     assert code is grpc.StatusCode.INTERNAL
-    info = error_details_pb2.RequestInfo()
-    assert detail.Unpack(info)
-    assert info.request_id in text
-    assert info.request_id in caplog.text
+    error_id = text.split()[-1].rstrip(")")
+    assert len(error_id) == 12
+    assert error_id in caplog.text
     assert "RuntimeError" in caplog.text
-    assert "said I" not in text + str(detail) + caplog.text
+    assert "said I" not in text + caplog.text
     assert worker.requests == []

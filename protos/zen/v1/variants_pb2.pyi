@@ -21,26 +21,28 @@ VARIANT_STATE_RESIDENT: VariantState
 VARIANT_STATE_FAILED: VariantState
 
 class Variant(_message.Message):
-    __slots__ = ("name", "version", "digest", "state", "slot", "pinned", "running", "waiting", "bytes")
+    __slots__ = ("name", "version", "digest", "state", "slot", "pinned", "leases", "waiting", "bytes", "failure")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: int
     digest: str
     state: VariantState
     slot: int
     pinned: bool
-    running: int
+    leases: int
     waiting: int
     bytes: int
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., state: _Optional[_Union[VariantState, str]] = ..., slot: _Optional[int] = ..., pinned: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    failure: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., state: _Optional[_Union[VariantState, str]] = ..., slot: _Optional[int] = ..., pinned: _Optional[bool] = ..., leases: _Optional[int] = ..., waiting: _Optional[int] = ..., bytes: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class ListVariantsRequest(_message.Message):
     __slots__ = ()

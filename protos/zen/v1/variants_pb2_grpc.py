@@ -99,14 +99,16 @@ class VariantServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnloadVariant(self, request, context):
-        """Frees the slot of a variant. FAILED_PRECONDITION while requests still use it.
+        """Unpins a variant and takes it out of memory; returns when the last request that used it has
+        ended. Requests that still wait for it to be loaded end with ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinVariant(self, request, context):
-        """Keeps a variant resident once it is loaded, or lets it go again. Loads nothing by itself.
+        """Keeps a variant in memory, or lets it be evicted again. Pinning loads it when it is absent, and
+        does not wait for that. RESOURCE_EXHAUSTED when one more pin would leave no slot to others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
