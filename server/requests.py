@@ -148,6 +148,6 @@ class LoadRefused(Exception):
 
     def __init__(self, kind: FailureKind, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind: FailureKind = kind
         self.message = message
         self.retry_after_s = retry_after_s
