@@ -1,0 +1,520 @@
+"""The delta cache's table: what each transition does, and what no sequence of them may do."""
+
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+
+from zen_jax.checkpoint.manifest import Variant
+from zen_jax.delta_cache import DeltaCache
+from zen_jax.residency import (
+    AbandonLoad,
+    CacheConfig,
+    DropStaged,
+    Evicted,
+    Grant,
+    Loading,
+    PinLimit,
+    Refuse,
+    Resident,
+    Staged,
+    StartLoad,
+    WriteSlot,
+)
+
+
+def variant(letter: str, version: int = 1) -> Variant:
+    return Variant(f"zen4-{letter}", version, f"digest-{letter}{version}", Path("/store"))
+
+
+A, B, C, D = (variant(letter) for letter in "abcd")
+
+
+class Table:
+    """A table under test: applies transitions at a clock that is moved by hand."""
+
+    def __init__(self, slots: int = 2, **settings: float) -> None:
+        self.cache = DeltaCache(CacheConfig(slots=slots, **settings))  # pyright: ignore[reportArgumentType]
+        self.now = 0.0
+
+    def __call__(self, transition: str, *arguments: object) -> tuple[object, ...]:
+        self.cache, actions = getattr(self.cache, transition)(*arguments, self.now)
+        return actions
+
+    def start(self, holder: int, which: Variant) -> int:
+        """Request and expect a load of its own; returns the attempt."""
+        (action,) = self("request", holder, which)
+        assert isinstance(action, StartLoad) and action.variant == which
+        return action.attempt
+
+    def resident(self, holder: int, which: Variant) -> None:
+        """Request, load and lease."""
+        attempt = self.start(holder, which)
+        actions = self("loaded", which.digest, attempt, 100)
+        assert isinstance(actions[-1], Grant)
+
+
+def test_a_miss_loads_and_then_grants_its_slot():
+    table = Table()
+    attempt = table.start(1, A)
+    assert table("loaded", A.digest, attempt, 100) == (WriteSlot(A, 0, attempt), Grant(1, 0))
+    assert table.cache.lease(1) == 0
+    assert table("request", 2, A) == (Grant(2, 0),)
+
+
+def test_one_load_whoever_asks_and_all_are_granted():
+    table = Table()
+    attempt = table.start(1, A)
+    assert table("request", 2, A) == ()
+    assert table("request", 3, A) == ()
+    actions = table("loaded", A.digest, attempt, 100)
+    assert actions == (WriteSlot(A, 0, attempt), Grant(1, 0), Grant(2, 0), Grant(3, 0))
+
+
+def test_the_first_asker_going_away_cancels_nothing():
+    table = Table()
+    attempt = table.start(1, A)
+    table("request", 2, A)
+    assert table("release", 1) == ()
+    assert table("loaded", A.digest, attempt, 100) == (WriteSlot(A, 0, attempt), Grant(2, 0))
+
+
+def test_a_load_that_everybody_left_still_comes_in():
+    table = Table()
+    attempt = table.start(1, A)
+    table("release", 1)
+    assert table("loaded", A.digest, attempt, 100) == (WriteSlot(A, 0, attempt),)
+    assert table("request", 2, A) == (Grant(2, 0),)
+
+
+def test_the_least_recently_used_leaves():
+    table = Table()
+    table.resident(1, A)
+    table.resident(2, B)
+    table("release", 2)
+    table("release", 1)  # A was used last
+    attempt = table.start(3, C)
+    actions = table("loaded", C.digest, attempt, 100)
+    assert actions == (Evicted(B.digest, 1), WriteSlot(C, 1, attempt), Grant(3, 1))
+
+
+def test_a_leased_slot_is_waited_for():
+    table = Table(slots=1)
+    table.resident(1, A)
+    attempt = table.start(2, B)
+    assert table("loaded", B.digest, attempt, 100) == ()
+    assert table("release", 1) == (Evicted(A.digest, 0), WriteSlot(B, 0, attempt), Grant(2, 0))
+
+
+def test_a_variant_keeps_its_slot_while_another_is_loaded_and_when_that_fails():
+    table = Table(slots=1)
+    table.resident(1, A)
+    table("release", 1)
+    attempt = table.start(2, B)
+    assert table("request", 3, A) == (Grant(3, 0),)
+    (refusal,) = table("failed", B.digest, attempt, "corrupt", "damaged")
+    assert refusal == Refuse(2, "corrupt", "damaged", 1.0)
+    assert table("request", 4, A) == (Grant(4, 0),)
+
+
+def test_a_pinned_variant_stays():
+    table = Table()
+    table.resident(1, A)
+    table.resident(2, B)
+    table("pin", A)
+    table("release", 1)
+    table("release", 2)
+    attempt = table.start(3, C)
+    assert table("loaded", C.digest, attempt, 100)[0] == Evicted(B.digest, 1)
+    table("release", 3)
+    table("unpin", A.digest)
+    attempt = table.start(4, B)
+    assert table("loaded", B.digest, attempt, 100)[0] == Evicted(A.digest, 0)
+
+
+def test_pinning_loads_and_leaves_a_slot_for_the_others():
+    table = Table(slots=2)
+    (start,) = table("pin", A)
+    assert isinstance(start, StartLoad)
+    assert table("loaded", A.digest, start.attempt, 1) == (WriteSlot(A, 0, start.attempt),)
+    with pytest.raises(PinLimit, match="zen4-b.*1 variants are pinned"):
+        table("pin", B)
+    assert table("pin", A) == ()
+
+
+def test_failures_back_off_twice_as_long_each_time_and_are_forgotten():
+    table = Table(backoff_s=1.0, max_backoff_s=3.0, forget_after_s=10.0)
+    for wait in (1.0, 2.0, 3.0, 3.0):
+        attempt = table.start(1, A)
+        assert table("failed", A.digest, attempt, "load_failed", "no disk")[0] == Refuse(
+            1, "load_failed", "no disk", wait
+        )
+        table.now += wait / 2
+        assert table("request", 2, A) == (Refuse(2, "load_failed", "no disk", wait / 2),)
+        table.now += wait / 2
+    assert table.cache.wake_at == table.now + 10.0
+    table.now += 10.0
+    table("tick")
+    assert not table.cache.entries
+    attempt = table.start(3, A)
+    assert table("failed", A.digest, attempt, "load_failed", "")[0] == Refuse(
+        3, "load_failed", "", 1.0
+    )
+
+
+def test_a_success_ends_the_count_of_failures():
+    table = Table()
+    table("failed", A.digest, table.start(1, A), "load_failed", "")
+    table.now = 1.0
+    table.resident(1, A)
+    assert table.cache.entries[A.digest].failure is None
+
+
+def test_a_load_that_hangs_is_given_up_and_its_late_answer_dropped():
+    table = Table(load_timeout_s=5.0, max_loads=1)
+    attempt = table.start(1, A)
+    table("request", 2, B)
+    assert table.cache.wake_at == 5.0
+    table.now = 5.0
+    abandon, refuse, start = table("tick")
+    assert abandon == AbandonLoad(A.digest, attempt)
+    assert isinstance(refuse, Refuse) and refuse.holder == 1 and "longer than 5 s" in refuse.message
+    assert isinstance(start, StartLoad) and start.variant == B
+    assert table("loaded", A.digest, attempt, 100) == (DropStaged(A.digest, attempt),)
+    assert table("failed", A.digest, attempt, "load_failed", "") == ()
+
+
+def test_loads_at_a_time_are_bounded_and_the_rest_go_in_turn():
+    table = Table(slots=4, max_loads=2)
+    first = table.start(1, A)
+    table.start(2, B)
+    assert table("request", 3, D) == ()
+    assert table("request", 4, C) == ()
+    actions = table("loaded", A.digest, first, 100)
+    assert [a.variant for a in actions if isinstance(a, StartLoad)] == [D]
+
+
+def test_a_queued_load_that_everybody_left_is_not_begun():
+    table = Table(slots=4, max_loads=1)
+    attempt = table.start(1, A)
+    table("request", 2, B)
+    table("release", 2)
+    assert not any(isinstance(a, StartLoad) for a in table("loaded", A.digest, attempt, 1))
+    assert B.digest not in table.cache.entries
+
+
+def test_patience_takes_a_slot_from_a_variant_that_is_never_idle():
+    table = Table(slots=1, patience_s=2.0, wait_s=60.0)
+    table.resident(1, A)
+    attempt = table.start(2, B)
+    assert table("loaded", B.digest, attempt, 100) == ()
+    assert table("request", 3, A) == (Grant(3, 0),)
+    assert table.cache.wake_at == 2.0
+    table.now = 2.0
+    table("tick")
+    assert table("request", 4, A) == ()  # A gives no new lease, B's wait is bounded
+    table("release", 1)
+    actions = table("release", 3)
+    assert actions[:3] == (Evicted(A.digest, 0), WriteSlot(B, 0, attempt), Grant(2, 0))
+    assert isinstance(actions[3], StartLoad) and actions[3].variant == A
+
+
+def test_a_slot_that_was_to_make_room_stays_when_nobody_needs_the_room():
+    table = Table(slots=1, patience_s=2.0)
+    table.resident(1, A)
+    attempt = table.start(2, B)
+    table("loaded", B.digest, attempt, 100)
+    table.now = 2.0
+    table("tick")
+    assert table("request", 3, A) == ()
+    assert table("release", 2) == (DropStaged(B.digest, attempt), Grant(3, 0))
+
+
+def test_waiting_for_a_slot_ends_as_exhausted():
+    table = Table(slots=1, patience_s=2.0, wait_s=10.0)
+    table.resident(1, A)
+    attempt = table.start(2, B)
+    table("loaded", B.digest, attempt, 100)
+    table.now = 10.0
+    drop, refuse = sorted(table("tick"), key=lambda action: type(action).__name__)
+    assert drop == DropStaged(B.digest, attempt)
+    assert isinstance(refuse, Refuse) and (refuse.holder, refuse.kind) == (2, "exhausted")
+    assert refuse.retry_after_s == 2.0
+
+
+def test_unload_waits_for_the_leases_and_then_the_variant_may_come_again():
+    table = Table()
+    table.resident(1, A)
+    table("pin", A)
+    assert table("unload", A.digest) == ()
+    assert table("request", 2, A) == ()
+    evicted, start = table("release", 1)
+    assert evicted == Evicted(A.digest, 0)
+    assert isinstance(start, StartLoad)
+    assert not table.cache.entries[A.digest].pinned
+
+
+def test_unload_of_an_idle_variant_frees_its_slot_at_once():
+    table = Table()
+    table.resident(1, A)
+    table("release", 1)
+    assert table("unload", A.digest) == (Evicted(A.digest, 0),)
+    assert not table.cache.entries
+    assert table("unload", A.digest) == ()
+
+
+def test_unload_withdraws_what_is_not_there_yet():
+    table = Table(slots=1)
+    attempt = table.start(1, A)
+    abandon, refuse = table("unload", A.digest)
+    assert abandon == AbandonLoad(A.digest, attempt)
+    assert isinstance(refuse, Refuse) and refuse.kind == "withdrawn"
+    table.resident(2, B)
+    attempt = table.start(3, A)
+    table("loaded", A.digest, attempt, 1)
+    assert table("unload", A.digest)[0] == DropStaged(A.digest, attempt)
+
+
+def test_a_name_with_new_weights_is_another_entry():
+    table = Table()
+    table.resident(1, A)
+    newer = replace(A, version=2, digest="digest-a2")
+    attempt = table.start(2, newer)
+    assert table("loaded", newer.digest, attempt, 1) == (WriteSlot(newer, 1, attempt), Grant(2, 1))
+    assert table.cache.lease(1) == 0
+
+
+def test_a_holder_asks_once_and_is_released_once():
+    table = Table()
+    table.resident(1, A)
+    with pytest.raises(ValueError, match="holder 1 already holds"):
+        table("request", 1, B)
+    table("release", 1)
+    with pytest.raises(ValueError, match="holder 1 has no lease"):
+        table("release", 1)
+
+
+def test_a_transition_leaves_the_table_before_it_as_it_was():
+    table = Table()
+    before = table.cache
+    table.resident(1, A)
+    assert not before.entries and not before.holders
+    with pytest.raises(TypeError):
+        table.cache.entries[B.digest] = table.cache.entries[A.digest]  # pyright: ignore[reportIndexIssue]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"slots": 0},
+        {"slots": 1, "max_loads": 0},
+        {"slots": 1, "load_timeout_s": 0.0},
+        {"slots": 1, "backoff_s": float("nan")},
+        {"slots": 1, "patience_s": -1.0},
+    ],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, float]):
+    name = list(settings)[-1]
+    with pytest.raises(ValueError, match=f"{name} is {settings[name]}"):
+        CacheConfig(**settings)  # pyright: ignore[reportArgumentType]
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Any sequence of transitions, with a bank and loads beside the table that believe nothing.
+
+    `bank` is what the slots would hold, `loads` the loads that were begun and not given up,
+    `staged` what lies beside the bank, `waiting` and `leased` what each holder was told.
+    """
+
+    slots, max_loads = 2, 2
+    variants = Bundle("variants")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = DeltaCache(
+            CacheConfig(
+                slots=self.slots,
+                max_loads=self.max_loads,
+                load_timeout_s=8.0,
+                backoff_s=1.0,
+                max_backoff_s=4.0,
+                forget_after_s=20.0,
+                patience_s=3.0,
+                wait_s=30.0,
+            )
+        )
+        self.now = 0.0
+        self.holders = 0
+        self.waiting: dict[int, tuple[Variant, float]] = {}
+        self.leased: dict[int, tuple[Variant, int]] = {}
+        self.loads: dict[int, Variant] = {}
+        self.given_up: dict[int, Variant] = {}
+        self.staged: dict[int, Variant] = {}
+        self.bank: dict[int, Variant] = {}
+        self.pinned: set[str] = set()
+
+    def apply(self, step: tuple[DeltaCache, tuple[object, ...]]) -> None:
+        self.cache, actions = step
+        for action in actions:
+            match action:
+                case StartLoad(which, attempt):
+                    assert which.digest not in {v.digest for v in self.loads.values()}
+                    assert attempt not in self.loads | self.given_up | self.staged
+                    self.loads[attempt] = which
+                case AbandonLoad(_, attempt):
+                    self.given_up[attempt] = self.loads.pop(attempt)
+                case DropStaged(_, attempt):
+                    del self.staged[attempt]
+                case WriteSlot(which, slot, attempt):
+                    assert 0 <= slot < self.slots
+                    assert slot not in self.bank, "written over"
+                    assert self.staged.pop(attempt) == which
+                    self.bank[slot] = which
+                case Evicted(digest, slot):
+                    assert self.bank.pop(slot).digest == digest
+                    assert digest not in self.pinned, "a pinned variant left"
+                    assert slot not in {s for _, s in self.leased.values()}, "evicted under lease"
+                case Grant(holder, slot):
+                    which, _ = self.waiting.pop(holder)
+                    assert self.bank[slot] == which
+                    self.leased[holder] = which, slot
+                case Refuse(holder):
+                    del self.waiting[holder]
+                case _:
+                    raise AssertionError(action)
+
+    @rule(target=variants, letter=st.sampled_from("abcd"), version=st.integers(1, 2))
+    def publish(self, letter: str, version: int) -> Variant:
+        return variant(letter, version)
+
+    @rule(which=variants)
+    def request(self, which: Variant) -> None:
+        self.holders += 1
+        self.waiting[self.holders] = which, self.now
+        self.apply(self.cache.request(self.holders, which, self.now))
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data(), good=st.booleans())
+    def end_load(self, data: st.DataObject, good: bool) -> None:
+        attempt = data.draw(st.sampled_from(sorted(self.loads)))
+        which = self.loads.pop(attempt)
+        if good:
+            self.staged[attempt] = which
+            self.apply(self.cache.loaded(which.digest, attempt, 1, self.now))
+        else:
+            self.apply(self.cache.failed(which.digest, attempt, "load_failed", "", self.now))
+
+    @precondition(lambda self: self.given_up)
+    @rule(data=st.data(), good=st.booleans())
+    def end_load_too_late(self, data: st.DataObject, good: bool) -> None:
+        attempt = data.draw(st.sampled_from(sorted(self.given_up)))
+        which = self.given_up.pop(attempt)
+        if good:
+            self.staged[attempt] = which
+            self.apply(self.cache.loaded(which.digest, attempt, 1, self.now))
+            assert attempt not in self.staged
+        else:
+            self.apply(self.cache.failed(which.digest, attempt, "corrupt", "", self.now))
+
+    @precondition(lambda self: self.waiting or self.leased)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(sorted([*self.waiting, *self.leased])))
+        self.waiting.pop(holder, None)
+        self.leased.pop(holder, None)
+        self.apply(self.cache.release(holder, self.now))
+
+    @rule(which=variants)
+    def pin(self, which: Variant) -> None:
+        if len(self.pinned | {which.digest}) <= self.slots - 1:
+            self.pinned.add(which.digest)
+            self.apply(self.cache.pin(which, self.now))
+        else:
+            with pytest.raises(PinLimit):
+                self.cache.pin(which, self.now)
+
+    @rule(which=variants)
+    def unpin(self, which: Variant) -> None:
+        self.pinned.discard(which.digest)
+        self.apply(self.cache.unpin(which.digest, self.now))
+
+    @rule(which=variants)
+    def unload(self, which: Variant) -> None:
+        self.pinned.discard(which.digest)
+        self.apply(self.cache.unload(which.digest, self.now))
+
+    @rule(seconds=st.sampled_from((0.25, 1.0, 3.0, 9.0, 31.0)))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.apply(self.cache.tick(self.now))
+
+    @invariant()
+    def the_table_says_what_happened(self) -> None:
+        places = {d: e.place for d, e in self.cache.entries.items()}
+        residents = {d: p for d, p in places.items() if isinstance(p, Resident)}
+        assert {p.slot: d for d, p in residents.items()} == {
+            slot: v.digest for slot, v in self.bank.items()
+        }
+        assert {p.attempt for p in places.values() if isinstance(p, Loading)} == set(self.loads)
+        assert {p.attempt for p in places.values() if isinstance(p, Staged)} == set(self.staged)
+        leases = [holder for p in residents.values() for holder in p.leases]
+        assert sorted(leases) == sorted(self.leased)
+        waiting = {h: d for d, e in self.cache.entries.items() for h in e.waiting}
+        assert waiting == {h: v.digest for h, (v, _) in self.waiting.items()}
+        assert self.cache.holders == waiting | {h: v.digest for h, (v, _) in self.leased.items()}
+        assert {d for d, e in self.cache.entries.items() if e.pinned} == self.pinned
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        assert len(self.loads) + len(self.staged) <= self.max_loads
+        assert len(self.bank) <= self.slots
+
+    @invariant()
+    def nobody_waits_for_nothing(self) -> None:
+        """Whoever waits has a load under way, a queue ahead, or leases to outlast."""
+        for which, since in self.waiting.values():
+            place = self.cache.entries[which.digest].place
+            assert not isinstance(place, Resident) or place.retiring != "no"
+            assert self.cache.wake_at <= max(since + 30.0, self.now + 8.0)
+
+    @invariant()
+    def nobody_waits_beside_a_slot_to_be_had(self) -> None:
+        entries = self.cache.entries.values()
+        idle = [
+            entry
+            for entry in entries
+            if isinstance(entry.place, Resident) and not entry.place.leases and not entry.pinned
+        ]
+        if self.staged:
+            assert len(self.bank) == self.slots and not idle
+
+    def teardown(self) -> None:
+        """All that runs ends, time passes: every waiter is resolved and nothing is left."""
+        for _ in range(200):
+            for holder in list(self.leased):
+                self.leased.pop(holder)
+                self.apply(self.cache.release(holder, self.now))
+            if not self.waiting and not self.leased:
+                break
+            self.now = min(max(self.cache.wake_at, self.now), self.now + 60.0)
+            self.apply(self.cache.tick(self.now))
+        assert not self.waiting and not self.leased
+        for which in list(self.pinned):
+            self.apply(self.cache.unpin(which, self.now))
+        self.pinned.clear()
+        for _ in range(4):
+            self.now += 100.0
+            self.apply(self.cache.tick(self.now))
+        assert not self.loads and not self.staged
+        assert all(isinstance(e.place, Resident) for e in self.cache.entries.values())
+        assert self.cache.wake_at == inf
+
+
+TestTable = TableMachine.TestCase
+TestTable.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None, derandomize=True
+)
