@@ -40,6 +40,9 @@ DEFAULT_WRITE_TIMEOUT_S = 10.0
 # Fields of Sampling whose values can be judged one by one, by SamplingParams.
 _CHECKED_ALONE = ("max_tokens", "temperature", "top_k", "top_p")
 
+# Longer ones would not fit into the headers that a status travels in.
+_MAX_DESCRIPTION = 1000
+
 _FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
@@ -107,11 +110,22 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self._engine: _Engine | None = None
         self._refusal = "the server is starting"
         self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def in_flight(self) -> int:
         """Calls that were accepted and have not ended."""
         return self._in_flight
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Waits until no call is in flight; returns whether that came within the time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def accept(self, worker: GenerateWorker, limits: Limits) -> None:
         """Lets calls in from now on, for `worker`, whose engine has `limits`."""
@@ -129,6 +143,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         if engine is None:
             raise status.unavailable(self._refusal)
         self._in_flight += 1
+        self._idle.clear()
         try:
             remaining_s = context.time_remaining()
             deadline = None if remaining_s is None else self._clock() + remaining_s
@@ -137,6 +152,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             await self._answer(prepared, engine.worker, context)
         finally:
             self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
 
     def _prepare(
         self, message: pb.GenerateRequest, deadline: float | None, limits: Limits
@@ -268,10 +285,9 @@ def _token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple[int, 
         turns = [{"role": m.role, "content": m.content} for m in message.messages.messages]
         try:
             token_ids = tokenizer.chat(turns)
-        except ValueError:
-            # The template's own text can quote the conversation, so it is not passed on.
-            text = f"{message.model!r} has no chat template that takes these messages"
-            raise _invalid("messages", text) from None
+        except ValueError as error:  # it repeats the text of no message
+            text = f"cannot be laid out: {error}"
+            raise _invalid("messages", text[:_MAX_DESCRIPTION]) from None
     if not token_ids:
         raise _invalid(field or "input", "has no token; give at least one")
     return tuple(token_ids)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from server.status import ErrorInterceptor
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc
 from zen_jax.checkpoint.manifest import Variant, VariantCorrupt, VariantNotFound
+from zen_jax.tokenizer import Tokenizer
 
 CODER = Variant("coder", 3, "d1g3st", Path("/nowhere"))
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
@@ -48,17 +49,20 @@ class FakeStore:
         return CODER
 
 
-class FakeTokenizer:
+class FakeTokenizer(Tokenizer):
     """One token per character; `boom` stands for a fault inside."""
+
+    def __init__(self) -> None:
+        """Needs none of what a tokenizer is made of."""
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         if text.startswith("boom"):
             raise RuntimeError(f"cannot encode {text}")
         return [1] * add_bos + [ord(c) % 256 for c in text]
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         if messages[0]["role"] == "nobody":
-            raise ValueError("no role nobody, who said " + messages[0]["content"])
+            raise ValueError("no role nobody" + "!" * 100_000)
         return [2] + [len(m["content"]) for m in messages]
 
 

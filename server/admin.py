@@ -1,0 +1,166 @@
+"""VariantService: what operators see of the variants, and ask of them.
+
+Listing needs the store alone and works while the engine is still being made ready. Nothing here
+passes through the bound of the inbox: an operator is never refused because the server is busy.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import grpc
+
+from server import status
+from server.requests import Draining, LoadRefused
+from server.router import Router
+from server.service import resolve
+from server.snapshot import VariantStatus, WorkerSnapshot
+from server.status import Violation
+from zen.v1 import variants_pb2 as pb
+from zen.v1 import variants_pb2_grpc
+from zen_jax.checkpoint.manifest import Variant, VariantCorrupt
+from zen_jax.checkpoint.store import Store
+
+_STATES = {
+    "absent": pb.VARIANT_STATE_ABSENT,
+    "loading": pb.VARIANT_STATE_LOADING,
+    "resident": pb.VARIANT_STATE_RESIDENT,
+    "failed": pb.VARIANT_STATE_FAILED,
+}
+
+
+class AdminWorker(Protocol):
+    """What this service asks of the worker; `server.worker.Worker` is one."""
+
+    def load(self, variant: Variant) -> Future[None]: ...
+    def unload(self, variant: Variant) -> Future[None]: ...
+    def pin(self, variant: Variant, pinned: bool) -> Future[None]: ...
+    def snapshot(self) -> WorkerSnapshot: ...
+
+
+class VariantService(variants_pb2_grpc.VariantServiceServicer):
+    """The servicer of zen.v1.VariantService. It belongs to the event loop that it is served from.
+
+    Until `attach` is called every variant is absent, and what needs the worker is UNAVAILABLE.
+    """
+
+    def __init__(self, store: Store, router: Router):
+        """Takes the store to list, and the router that names are looked up with."""
+        self._store = store
+        self._router = router
+        self._worker: AdminWorker | None = None
+
+    def attach(self, worker: AdminWorker) -> None:
+        """Asks `worker` from now on."""
+        self._worker = worker
+
+    async def ListVariants(  # noqa: N802, here and below the names are the protocol's
+        self, request: pb.ListVariantsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListVariantsResponse:
+        """Lists the newest version of every variant of the store."""
+        seen = self._snapshot()
+        variants = await asyncio.to_thread(_list, self._store, self._router, seen)
+        if seen is None:
+            return pb.ListVariantsResponse(variants=variants)
+        return pb.ListVariantsResponse(
+            variants=variants, slots=seen.slots, rows=seen.rows, rows_active=seen.rows_in_use
+        )
+
+    async def GetVariant(  # noqa: N802
+        self, request: pb.GetVariantRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetVariantResponse:
+        """Describes one variant."""
+        variant = await self._find(request.name)
+        return pb.GetVariantResponse(variant=self._describe(variant))
+
+    async def LoadVariant(  # noqa: N802
+        self, request: pb.LoadVariantRequest, context: grpc.aio.ServicerContext
+    ) -> pb.LoadVariantResponse:
+        """Loads a variant, and answers when it is resident."""
+        variant = await self._find(request.name)
+        await self._ask(variant, lambda worker: worker.load(variant))
+        return pb.LoadVariantResponse(variant=self._describe(variant))
+
+    async def UnloadVariant(  # noqa: N802
+        self, request: pb.UnloadVariantRequest, context: grpc.aio.ServicerContext
+    ) -> pb.UnloadVariantResponse:
+        """Unloads a variant, and answers when nothing uses it any more."""
+        variant = await self._find(request.name)
+        await self._ask(variant, lambda worker: worker.unload(variant))
+        return pb.UnloadVariantResponse(variant=self._describe(variant))
+
+    async def PinVariant(  # noqa: N802
+        self, request: pb.PinVariantRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PinVariantResponse:
+        """Pins a variant, or lets it go."""
+        variant = await self._find(request.name)
+        await self._ask(variant, lambda worker: worker.pin(variant, request.pinned))
+        return pb.PinVariantResponse(variant=self._describe(variant))
+
+    async def _find(self, name: str) -> Variant:
+        variant = await asyncio.to_thread(resolve, self._router, name, "name")
+        if variant is None:
+            text = f"is {name!r}, which is always in memory and no variant"
+            raise status.invalid_argument([Violation("name", text)])
+        return variant
+
+    async def _ask(self, variant: Variant, what: Callable[[AdminWorker], Future[None]]) -> None:
+        """Waits for what the worker is asked; one that is cancelled changes nothing for others."""
+        if self._worker is None:
+            raise status.unavailable("the server is starting")
+        try:
+            answer: Awaitable[None] = asyncio.wrap_future(what(self._worker))
+            await answer
+        except LoadRefused as error:
+            raise status.of_failure(
+                error.kind, error.message, error.retry_after_s, variant.name
+            ) from None
+        except Draining as error:
+            raise status.unavailable(str(error)) from None
+
+    def _describe(self, variant: Variant) -> pb.Variant:
+        return describe(variant, _find_status(self._snapshot(), variant))
+
+    def _snapshot(self) -> WorkerSnapshot | None:
+        return None if self._worker is None else self._worker.snapshot()
+
+
+def describe(variant: Variant, seen: VariantStatus | None) -> pb.Variant:
+    """A variant on the wire; one that the worker has not seen is absent."""
+    if seen is None:
+        seen = VariantStatus(variant, "absent", None, False, 0, 0, 0, None, None)
+    return pb.Variant(
+        name=variant.name,
+        version=variant.version,
+        digest=variant.digest,
+        state=_STATES[seen.state],
+        slot=seen.slot,
+        pinned=seen.pinned,
+        leases=seen.leases,
+        waiting=seen.waiting,
+        bytes=seen.bytes,
+        failure=seen.failure,
+    )
+
+
+def _list(store: Store, router: Router, seen: WorkerSnapshot | None) -> list[pb.Variant]:
+    """Every variant; a damaged one is listed as failed and hides no other."""
+    variants = []
+    for name in store.names():
+        try:
+            variant = router.resolve(name)
+        except VariantCorrupt as error:
+            failed = pb.Variant(name=name, state=pb.VARIANT_STATE_FAILED, failure=str(error))
+            variants.append(failed)
+            continue
+        except ValueError:  # deleted while we look
+            continue
+        if variant is not None:
+            variants.append(describe(variant, _find_status(seen, variant)))
+    return variants
+
+
+def _find_status(seen: WorkerSnapshot | None, variant: Variant) -> VariantStatus | None:
+    statuses = () if seen is None else seen.variants
+    return next((s for s in statuses if s.variant.digest == variant.digest), None)

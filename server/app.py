@@ -1,0 +1,394 @@
+"""The composition root: from a store's path to a server that answers.
+
+The port opens first, so that health and the list of variants answer while the weights are read and
+the engine compiles; Generate is let in when both are done. To stop, it turns new calls away, lets
+those that run finish within a set time, and then closes.
+"""
+
+import asyncio
+import functools
+import logging
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+import jax
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from jax.sharding import Mesh
+
+from server.admin import VariantService
+from server.loader import Loader
+from server.router import Router
+from server.service import GenerateService, Limits
+from server.status import ErrorInterceptor
+from server.worker import Worker
+from zen.v1 import generate_pb2, generate_pb2_grpc, variants_pb2, variants_pb2_grpc
+from zen_jax.checkpoint.manifest import Corrupt, Manifest, Variant
+from zen_jax.checkpoint.store import Store
+from zen_jax.delta.bank import BankSchema, LeafSchema
+from zen_jax.engine import Engine, EngineConfig, place_params
+from zen_jax.layout import fuse
+from zen_jax.residency import CacheConfig
+from zen_jax.sharding import Placement, make_mesh
+from zen_jax.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+# What is being done, how many steps are done, how many there are.
+type Progress = Callable[[str, int, int], None]
+
+# Names that grpc.health.v1 knows beside those of the services. LIVE answers whether the process
+# works at all; the empty name and GenerateService answer whether it takes requests.
+LIVE = "live"
+GENERATE = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name
+VARIANTS = variants_pb2.DESCRIPTOR.services_by_name["VariantService"].full_name
+
+_MAX_SLOTS = 14
+_MAX_LENGTH = 1024
+_TOKENIZERS_KEPT = 256
+_HEARTBEAT_S = 0.5
+# After the last answer was written: for what is still on its way to the clients.
+_CLOSING_S = 1.0
+
+_CHANNEL_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else two servers share a port without knowing
+    # A client that is frozen or cut off is noticed within 20 s instead of 2 hours.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Clients may ping while they wait for a long prefill.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+class PortInUse(ValueError):
+    """The address cannot be listened on."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How to serve a store.
+
+    Attributes:
+        host: the address to listen on.
+        port: 0 takes a free one.
+        rows: requests that run at once.
+        slots: variants that can be resident at once; None takes as many as the store has, at
+            most 14.
+        max_length: tokens of a request, prompt and answer together; None takes the model's limit,
+            at most 1,024.
+        inbox: requests that may wait for a row before more are refused.
+        devices: to shard the base over; None takes all accelerators, or one CPU.
+        drain_s: how long requests that run may go on when the server stops, in seconds.
+        write_timeout_s: how long a client may leave what was sent unread, in seconds.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    rows: int = 16
+    slots: int | None = None
+    max_length: int | None = None
+    inbox: int = 64
+    devices: int | None = None
+    drain_s: float = 30.0
+    write_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "slots", "inbox", "devices"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port is {self.port}; expected 0 to 65535")
+        for name in ("drain_s", "write_timeout_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}; expected seconds")
+
+
+class _Stopped(Exception):
+    """The server is to stop before it was ready."""
+
+
+class ZenServer:
+    """A store, served. All but `hasten` belongs to the event loop that `start` is called in.
+
+    Attributes:
+        store: what is served.
+        address: host:port, once started.
+        engine: once ready.
+        worker: once ready.
+    """
+
+    def __init__(self, store: Store, options: ServeOptions):
+        """Takes what is to be served; opens nothing yet."""
+        self.store = store
+        self.address = ""
+        self.engine: Engine | None = None
+        self.worker: Worker | None = None
+        self._options = options
+        self._stopping = False
+        router = Router(store)
+        self._tokenizers = tokenizers_of(store)
+        self._generate = GenerateService(
+            router=router,
+            tokenizers=self._tokenizers,
+            write_timeout_s=options.write_timeout_s,
+        )
+        self._variants = VariantService(store, router)
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._server: grpc.aio.Server | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Opens the port: health, reflection and the list of variants answer from here on.
+
+        Raises:
+            PortInUse: the address cannot be listened on.
+        """
+        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_CHANNEL_OPTIONS)
+        generate_pb2_grpc.add_GenerateServiceServicer_to_server(self._generate, server)
+        variants_pb2_grpc.add_VariantServiceServicer_to_server(self._variants, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (GENERATE, VARIANTS, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        where = f"{self._options.host}:{self._options.port}"
+        try:
+            port = server.add_insecure_port(where)
+        except RuntimeError:
+            raise PortInUse(
+                f"cannot listen on {where}; is another server there? --port 0 takes a free port"
+            ) from None
+        self.address = f"{self._options.host}:{port}"
+        await self._set_health(LIVE, VARIANTS)
+        await server.start()
+        self._server = server
+
+    async def load(self, progress: Progress | None = None) -> None:
+        """Reads the base, compiles the engine, and lets requests in.
+
+        Args:
+            progress: told the name of each step, how many are done and how many there are; called
+                from another thread.
+
+        Raises:
+            ValueError: the store is damaged, or the options do not fit the model.
+        """
+
+        def tell(what: str, done: int, total: int) -> None:
+            if self._stopping:
+                raise _Stopped
+            if progress is not None:
+                progress(what, done, total)
+
+        try:
+            engine = await asyncio.to_thread(build_engine, self.store, self._options, tell)
+        except _Stopped:
+            return
+        worker = make_worker(self.store, engine, self._options, self._tokenizers)
+        worker.start()
+        self.engine, self.worker = engine, worker
+        self._variants.attach(worker)
+        limits = Limits(engine.sizes.max_length, engine.config.vocab_size)
+        self._generate.accept(worker, limits)
+        await self._set_health("", GENERATE)
+        self._heartbeat = asyncio.create_task(self._watch(worker))
+
+    async def stop(self) -> bool:
+        """Turns new calls away, lets those that run finish, closes; whether all finished."""
+        self._stopping = True
+        await self._health.enter_graceful_shutdown()
+        self._generate.refuse("the server is stopping")
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        finished = True
+        if self.worker is not None:
+            finished = await asyncio.to_thread(self.worker.drain, self._options.drain_s)
+        # Their last words may still be waiting for a slow reader.
+        finished &= await self._generate.idle(self._options.write_timeout_s)
+        if self._server is not None:
+            await self._server.stop(_CLOSING_S)
+        return finished
+
+    def hasten(self) -> None:
+        """Cuts short a `stop` that waits for requests; from any thread."""
+        if self.worker is not None:
+            threading.Thread(target=self.worker.stop, daemon=True).start()
+
+    async def _watch(self, worker: Worker) -> None:
+        """Says so when the engine has died; the port stays open to tell."""
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            if not worker.alive:
+                break
+        self._generate.refuse("the engine has stopped")
+        _log.error("the engine has stopped; no requests are taken any more")
+        for name in ("", GENERATE, LIVE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def _set_health(self, *serving: str) -> None:
+        for name in ("", GENERATE, VARIANTS, LIVE):
+            if name in serving:
+                await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            elif self.worker is None:
+                await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Engine:
+    """Reads the base of a store onto the devices and compiles everything that serving needs.
+
+    Raises:
+        ValueError: the base is damaged, or the options do not fit the model or the machine.
+    """
+    base = store.base()
+    config = base.config
+    length = min(_MAX_LENGTH, config.max_position)
+    sizes = EngineConfig(
+        rows=options.rows,
+        max_length=length if options.max_length is None else options.max_length,
+        dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
+    )
+    mesh = _mesh(options.devices)
+    tensors = {}
+    for i, name in enumerate(base.tensors):
+        progress("reading the base", i, len(base.tensors))
+        tensors[name] = store.base_tensor(name)
+    placement = None if mesh is None else Placement.of(config, mesh)
+    params = place_params(config, fuse(config, tensors), placement)
+    engine = Engine(config, params, sizes, _schema(store, options.slots), mesh)
+    engine.warm_up(lambda name, done, total: progress(f"compiling: {name}", done, total))
+    return engine
+
+
+def make_worker(
+    store: Store,
+    engine: Engine,
+    options: ServeOptions,
+    tokenizers: Callable[[Variant | None], Tokenizer],
+) -> Worker:
+    """Puts a worker, not started yet, onto an engine that is warm."""
+    return Worker(
+        engine,
+        Loader(store.read_variant, engine.stage),
+        CacheConfig(slots=engine.schema.slots),
+        tokenizers,
+        inbox_limit=options.inbox,
+    )
+
+
+def tokenizers_of(store: Store) -> Callable[[Variant | None], Tokenizer]:
+    """A function from a variant, or None for the base, to its tokenizer; from any thread."""
+
+    @functools.lru_cache(maxsize=_TOKENIZERS_KEPT)
+    def read(variant: Variant | None) -> Tokenizer:
+        return Tokenizer.from_folder(store.tokenizer_folder(variant))
+
+    return read
+
+
+async def serve(
+    store: Store,
+    options: ServeOptions,
+    progress: Progress | None = None,
+    ready: Callable[[ZenServer], None] | None = None,
+) -> bool:
+    """Serves a store until SIGTERM or SIGINT; a second signal cuts short what still runs.
+
+    Args:
+        progress: as for `ZenServer.load`.
+        ready: called when requests are taken.
+
+    Returns:
+        Whether all requests that were taken finished.
+
+    Raises:
+        ValueError: as `ZenServer.start` and `ZenServer.load` do.
+    """
+    server = ZenServer(store, options)
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            server.hasten()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await server.start()
+    loading = asyncio.create_task(server.load(progress))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()
+            if ready is not None:
+                ready(server)
+            await stopping
+    finally:
+        stopping.cancel()
+        finished = await server.stop()
+        await asyncio.wait((loading,))
+    return finished
+
+
+@contextmanager
+def running(
+    store: Store, options: ServeOptions, progress: Progress | None = None
+) -> Iterator[ZenServer]:
+    """Serves a store from a thread with an event loop of its own until the block ends.
+
+    Raises:
+        ValueError: as `ZenServer.start` and `ZenServer.load` do.
+    """
+    server = ZenServer(store, options)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="zen-server", daemon=True)
+    thread.start()
+
+    def call[T](coroutine: Coroutine[None, None, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    try:
+        call(server.start())
+        try:
+            call(server.load(progress))
+            yield server
+        finally:
+            call(server.stop())
+    finally:
+        call(loop.shutdown_default_executor())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def _mesh(devices: int | None) -> Mesh | None:
+    if devices is None:
+        devices = 1 if jax.default_backend() == "cpu" else len(jax.devices())
+    return None if devices == 1 else make_mesh(model=devices)
+
+
+def _schema(store: Store, slots: int | None) -> BankSchema:
+    """Room for every variant that the store has now."""
+    variants: list[dict[str, LeafSchema]] = []
+    names = store.names()
+    for name in names:
+        try:
+            variants.append(_leaves(store.manifest(store.variant(name))))
+        except Corrupt as error:  # its own requests are told
+            _log.warning("%s", error)
+    if slots is None:
+        slots = max(1, min(_MAX_SLOTS, len(names)))
+    return BankSchema.covering(store.base().config, slots, variants)
+
+
+def _leaves(manifest: Manifest) -> dict[str, LeafSchema]:
+    return {
+        name: LeafSchema(tensor.levels, "dense" in tensor.parts)
+        for name, tensor in manifest.tensors.items()
+    }
