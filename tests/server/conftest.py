@@ -1,0 +1,277 @@
+"""A model whose answers can be worked out by hand, for all that schedules it.
+
+Fixtures hand out classes and functions, since test modules cannot import one another.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.requests import Failure, Request, TokenEvent
+from zen_jax.checkpoint.manifest import Variant
+from zen_jax.sampling import SamplingParams
+from zen_jax.tokenizer import Tokenizer
+
+VOCABULARY = 256
+EOS = 0
+
+
+def make_variant(letter: str, version: int = 1) -> Variant:
+    """zen4-a, zen4-b and so on."""
+    return Variant(f"zen4-{letter}", version, f"digest-{letter}{version}", Path("/store"))
+
+
+def number_of(variant: Variant | None) -> int:
+    """All that a variant's weights say: 0 for the base, 1 for a, 2 for b; version 2 adds 50."""
+    return 0 if variant is None else ord(variant.name[-1]) - 96 + 50 * (variant.version - 1)
+
+
+def next_token(last: int, number: int, seed: int, position: int) -> int:
+    """The hand-computable model: the token at `position` of an answer."""
+    return (5 * last + 7 * number + seed + 3 * position + 1) % VOCABULARY
+
+
+def answer_of(request: Request, count: int) -> list[int]:
+    """The first `count` tokens of the request's answer, as if it were alone in the world."""
+    tokens: list[int] = []
+    for position in range(count):
+        last = tokens[-1] if tokens else request.token_ids[-1]
+        tokens.append(next_token(last, number_of(request.variant), request.seed, position))
+    return tokens
+
+
+@dataclass
+class FakeBank:
+    """The number in each slot; None reads as the base."""
+
+    numbers: list[int | None]
+    donated: bool = False
+
+
+@dataclass
+class FakeRow:
+    """A request in a row: its next token depends on these alone."""
+
+    last: int
+    slot: int
+    seed: int
+    position: int
+    prompt: int
+
+
+@dataclass
+class FakeState:
+    """The rows, None where nobody is."""
+
+    rows: list[FakeRow | None]
+    donated: bool = False
+
+
+@dataclass
+class FakeEngine:
+    """An engine over `next_token`. It refuses donated values, as a device does.
+
+    Attributes:
+        log: what was asked of it, in order.
+        broken: names of functions that raise.
+        state: the newest there is.
+        bank: likewise.
+    """
+
+    rows: int = 3
+    max_length: int = 64
+    slots: int = 2
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+
+    @property
+    def sizes(self) -> Any:
+        return SimpleNamespace(rows=self.rows, max_length=self.max_length)
+
+    def init_state(self) -> FakeState:
+        self.state = FakeState([None] * self.rows)
+        return self.state
+
+    def init_bank(self) -> FakeBank:
+        self.bank = FakeBank([None] * self.slots)
+        return self.bank
+
+    def write_slot(self, bank: FakeBank, slot: int, staged: Mapping[str, Any]) -> FakeBank:
+        self._called("write_slot", slot)
+        bank = self._take(bank)
+        bank.numbers[slot] = int(staged["number"])
+        self.bank = bank
+        return bank
+
+    def prefill(
+        self,
+        bank: FakeBank,
+        slot: int,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+    ) -> Any:
+        self._called("prefill", slot, tuple(token_ids))
+        self._usable(bank)
+        if max(token_ids) >= VOCABULARY:
+            raise ValueError(f"token ids {token_ids} are outside the vocabulary")
+        token = next_token(token_ids[-1], self._number(bank, slot), seed, 0)
+        row = FakeRow(token, slot, seed, 1, len(token_ids))
+        return SimpleNamespace(token=np.array([token], np.int32), row=row)
+
+    def insert(self, state: FakeState, prefilled: Any, row: int) -> FakeState:
+        self._called("insert", row)
+        state = self._take(state)
+        if state.rows[row] is not None:
+            raise RuntimeError(f"row {row} is taken")
+        state.rows[row] = prefilled.row
+        self.state = state
+        return state
+
+    def decode(self, bank: FakeBank, state: FakeState) -> tuple[FakeState, np.ndarray]:
+        self._called("decode")
+        self._usable(bank)
+        state = self._take(state)
+        tokens = np.full(self.rows, -1, np.int32)
+        for i, row in enumerate(state.rows):
+            if row is not None:
+                if row.prompt + row.position > self.max_length:
+                    raise RuntimeError(f"row {i} ran more than a step past the context")
+                token = next_token(row.last, self._number(bank, row.slot), row.seed, row.position)
+                state.rows[i] = replace(row, last=token, position=row.position + 1)
+                tokens[i] = token
+        self.state = state
+        return state, tokens
+
+    def release(self, state: FakeState, row: int) -> FakeState:
+        self._called("release", row)
+        state = self._take(state)
+        if state.rows[row] is None:
+            raise RuntimeError(f"row {row} is free already")
+        state.rows[row] = None
+        self.state = state
+        return state
+
+    def active(self) -> int:
+        """Rows in use on the device."""
+        return sum(row is not None for row in self.state.rows)
+
+    def count(self, name: str) -> int:
+        """How often a function was called."""
+        return sum(call[0] == name for call in self.log)
+
+    def _called(self, *call: Any) -> None:
+        self.log.append(call)
+        if call[0] in self.broken:
+            raise RuntimeError(f"{call[0]} broke on a prompt that says: my secret")
+
+    def _number(self, bank: FakeBank, slot: int) -> int:
+        number = 0 if slot < 0 else bank.numbers[slot]
+        if number is None:
+            raise RuntimeError(f"slot {slot} was never written")
+        return number
+
+    def _usable(self, value: FakeBank | FakeState) -> None:
+        if value.donated:
+            raise RuntimeError("a donated value was used")
+
+    def _take[T: (FakeBank, FakeState)](self, value: T) -> T:
+        self._usable(value)
+        value.donated = True
+        if isinstance(value, FakeBank):
+            return FakeBank(list(value.numbers))
+        return FakeState(list(value.rows))
+
+
+class ByteTokenizer(Tokenizer):
+    """Token i is byte i; `EOS` ends an answer, of variants with a version above 1 also 1."""
+
+    def __init__(self, variant: Variant | None) -> None:
+        """Needs none of what a tokenizer is made of."""
+        later = variant is not None and variant.version > 1
+        self.eos_ids = frozenset({EOS, 1} if later else {EOS})
+        self.spelling: Any = SimpleNamespace(spaces=0)
+
+    def token_bytes(self, token_id: int, first: bool = False) -> bytes | None:
+        """The byte, or nothing for the end."""
+        return None if token_id in self.eos_ids else bytes([token_id])
+
+
+def read_number(variant: Variant) -> dict[str, Any]:
+    """A reader for the loader: the weights are the variant's number, in 4 bytes."""
+    return {"number": np.int32(number_of(variant))}
+
+
+class Caller:
+    """What came back for one request, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[TokenEvent | Failure] = []
+
+    def __call__(self, event: TokenEvent | Failure) -> None:
+        assert not self.ended, "an event after the last"
+        self.events.append(event)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.events) and (
+            isinstance(self.events[-1], Failure) or self.events[-1].finish is not None
+        )
+
+    @property
+    def tokens(self) -> list[int]:
+        return [t for e in self.events if isinstance(e, TokenEvent) for t in e.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(e.text for e in self.events if isinstance(e, TokenEvent))
+
+    @property
+    def failure(self) -> Failure | None:
+        last = self.events[-1] if self.events else None
+        return last if isinstance(last, Failure) else None
+
+
+@pytest.fixture(scope="session")
+def fake() -> Any:
+    """The hand-computable model's world as one namespace."""
+    return SimpleNamespace(
+        VOCABULARY=VOCABULARY,
+        EOS=EOS,
+        ByteTokenizer=ByteTokenizer,
+        Caller=Caller,
+        Engine=FakeEngine,
+        answer_of=answer_of,
+        next_token=next_token,
+        number_of=number_of,
+        read_number=read_number,
+        variant=make_variant,
+    )
+
+
+@pytest.fixture
+def make_request() -> Callable[..., Request]:
+    """Requests with short ways to say what matters; ids count up."""
+    count = 0
+
+    def make(
+        variant: Variant | None = None,
+        *,
+        prompt: Sequence[int] = (10,),
+        max_tokens: int = 4,
+        seed: int = 3,
+        deadline: float | None = None,
+        id: str | None = None,
+        **sampling: Any,
+    ) -> Request:
+        nonlocal count
+        count += 1
+        settings = SamplingParams(max_tokens=max_tokens, **sampling)
+        return Request(id or f"r{count}", variant, tuple(prompt), settings, seed, deadline)
+
+    return make
