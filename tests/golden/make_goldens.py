@@ -236,7 +236,7 @@ def recording(model: Any) -> Iterator[dict[str, torch.Tensor]]:
 
         return keep
 
-    modeling = sys.modules[type(model).__module__]
+    modeling: Any = sys.modules[type(model).__module__]
     rotate = modeling.apply_rotary_pos_emb
 
     def keep_rotated(*args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ class Golden(NamedTuple):
 
     config: ModelConfig
     params: Params
-    values: dict[str, np.ndarray]
+    values: dict[str, Any]  # arrays by name; see tests/golden/make_goldens.py
 
     def model(self) -> Transformer:
         """The modules around the parameters."""
