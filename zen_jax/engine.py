@@ -7,6 +7,7 @@ Letters: B rows, T prompt tokens in a bucket, S positions of a row, M slots, V v
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -159,16 +160,17 @@ class Engine:
         state = self._state_shardings()
         bank = map_specs(lambda spec: self._slot_shardings(spec, stacked=True), config)
         out = {"out_shardings": state} if mesh is not None else {}
+        # Partial functions, since equal functions would share their compiled programs, and counts.
         self._prefill = jax.jit(self._prefill_step)
-        self._insert = jax.jit(_insert, donate_argnums=0, **out)
-        self._release = jax.jit(_release, donate_argnums=0, **out)
+        self._insert = jax.jit(functools.partial(_insert), donate_argnums=0, **out)
+        self._release = jax.jit(functools.partial(_release), donate_argnums=0, **out)
         self._decode = jax.jit(
             self._decode_step,
             donate_argnums=2,
             **({"out_shardings": (state, self._replicated())} if mesh is not None else {}),
         )
         self._write_slot = jax.jit(
-            write_slot,
+            functools.partial(write_slot),
             donate_argnums=0,
             **({"out_shardings": bank} if mesh is not None else {}),
         )
@@ -338,7 +340,7 @@ class Engine:
         hidden, cache = model(tokens, positions, dtype=self._dtype)
         last = jax.lax.dynamic_slice_in_dim(hidden, length[0] - 1, 1, axis=1)
         own = sampling.for_sample(sample_index)
-        token = sample(model.logits(last)[:, 0], own, length)
+        token = sample(self._whole(model.logits(last)[:, 0]), own, length)
         return Prefilled(cache, length, token, slot, own)
 
     def _decode_step(
@@ -348,9 +350,15 @@ class Engine:
         at = jnp.where(state.active, state.lengths, self.sizes.max_length)
         hidden, cache = model(state.tokens[:, None], at[:, None], state.cache, self._dtype)
         lengths = jnp.where(state.active, state.lengths + 1, state.lengths)
-        tokens = sample(model.logits(hidden)[:, 0], state.sampling, lengths)
+        logits = self._whole(model.logits(hidden)[:, 0])
+        tokens = sample(logits, state.sampling, lengths)
         new = dataclasses.replace(state, cache=cache, lengths=lengths, tokens=tokens)
         return new, tokens
+
+    def _whole(self, logits: jax.Array) -> jax.Array:
+        """Logits brought together on every device, once, before tokens are chosen from them."""
+        where = self._replicated()
+        return logits if where is None else jax.lax.with_sharding_constraint(logits, where)
 
     def _replicated(self) -> Any:
         return (
