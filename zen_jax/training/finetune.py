@@ -1,0 +1,250 @@
+"""A training loop: AdamW, warm-up and cosine, gradient clipping, checkpoints, a progress bar.
+
+Masters and optimizer are float32; products run in bfloat16 unless asked otherwise. What a step sees
+is a function of its number alone, so a run that is resumed ends where an uninterrupted one does.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from zen_jax.config import ModelConfig
+from zen_jax.layout import Params, map_specs
+from zen_jax.model import make_forward
+from zen_jax.training.batches import Batch
+
+Batches = Callable[[int], tuple[Batch, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How to train.
+
+    Attributes:
+      steps: updates in all.
+      learning_rate: at the peak.
+      warmup: steps from 0 to the peak; from there a cosine falls to a hundredth of it.
+      weight_decay: of matrices, not of vectors.
+      clip: largest global norm of a gradient.
+      beta2: of Adam's second moment.
+      held_out_every, checkpoint_every: in steps.
+      dtype: of activations and of the weights in products.
+    """
+
+    steps: int
+    learning_rate: float
+    warmup: int = 20
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    beta2: float = 0.98
+    held_out_every: int = 100
+    checkpoint_every: int = 200
+    dtype: jax.typing.DTypeLike = jnp.bfloat16
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "held_out_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if not 0 < self.learning_rate < 1:
+            raise ValueError(f"learning_rate is {self.learning_rate}; expected it in (0, 1)")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Where a run stands.
+
+    Attributes:
+      params: float32 masters.
+      optimizer: optax's state.
+      step: updates done.
+    """
+
+    params: Params
+    optimizer: Any
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What a run gives.
+
+    Attributes:
+      params: float32, after the last step.
+      losses: mean loss of each step done in this call, nats a weighted token.
+      held_out: (step, loss) pairs.
+    """
+
+    params: Params
+    losses: tuple[float, ...]
+    held_out: tuple[tuple[int, float], ...]
+
+
+def make_optimizer(config: ModelConfig, train: TrainConfig) -> optax.GradientTransformation:
+    """Clipping and AdamW (arXiv:1711.05101) under a warm-up and a cosine."""
+    peak = train.learning_rate
+    warmup = min(train.warmup, train.steps)
+    rate = optax.schedules.warmup_cosine_decay_schedule(
+        peak / max(1, warmup), peak, warmup, max(train.steps, warmup + 1), peak / 100
+    )
+    mask = map_specs(lambda spec: spec.kind != "vector", config)
+    return optax.chain(
+        optax.clip_by_global_norm(train.clip),
+        optax.adamw(rate, b1=0.9, b2=train.beta2, weight_decay=train.weight_decay, mask=mask),
+    )
+
+
+def make_loss(
+    config: ModelConfig, dtype: jax.typing.DTypeLike
+) -> Callable[[Params, tuple[Batch, ...]], jax.Array]:
+    """``loss(params, batches)``: weighted mean cross-entropy in nats over all batches' targets."""
+    forward = make_forward(config, dtype=dtype)
+
+    def loss(params: Params, batches: tuple[Batch, ...]) -> jax.Array:
+        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        total, count = jnp.zeros(()), jnp.zeros(())
+        for batch in batches:
+            logits = forward(cast, jnp.asarray(batch.tokens)[:, :-1])
+            targets = batch.tokens[:, 1:]
+            each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+            total += jnp.sum(each * batch.weights)
+            count += jnp.sum(batch.weights)
+        return total / jnp.maximum(count, 1e-9)
+
+    return loss
+
+
+def train(
+    config: ModelConfig,
+    params: Params,
+    batches: Batches,
+    settings: TrainConfig,
+    *,
+    held_out: tuple[Batch, ...] = (),
+    checkpoint: Path | None = None,
+    title: str = "training",
+    progress: bool = True,
+) -> TrainResult:
+    """Trains, from a checkpoint if there is one.
+
+    Args:
+      config: the model.
+      params: float32 start; not changed.
+      batches: step -> what that step sees; has to be a pure function.
+      settings: how.
+      held_out: batches whose loss is reported now and then.
+      checkpoint: a .safetensors file to write now and then and to resume from; it stays after the
+        last step.
+      title: in front of the progress bar.
+      progress: whether to show it.
+
+    Raises:
+      ValueError: the checkpoint is damaged or of another model or run.
+      FloatingPointError: a loss is not finite.
+    """
+    optimizer = make_optimizer(config, settings)
+    masters = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
+    state = TrainState(masters, optimizer.init(masters), 0)
+    if checkpoint is not None and checkpoint.exists():
+        state = load_checkpoint(checkpoint, state)
+    update, evaluate = _make_update(config, optimizer, settings)
+    losses: list[float] = []
+    seen: list[tuple[int, float]] = []
+    with _progress(progress) as bar:
+        task = bar.add_task(title, total=settings.steps, completed=state.step, note="")
+        for step in range(state.step, settings.steps):
+            tree, slots, loss = update(state.params, state.optimizer, batches(step))
+            state = TrainState(tree, slots, step + 1)
+            losses.append(_finite(float(loss), step))
+            if held_out and (
+                (step + 1) % settings.held_out_every == 0 or step + 1 == settings.steps
+            ):
+                seen.append((step + 1, float(evaluate(state.params, held_out))))
+            if checkpoint is not None and (
+                (step + 1) % settings.checkpoint_every == 0 or step + 1 == settings.steps
+            ):
+                save_checkpoint(checkpoint, state)
+            bar.update(task, completed=step + 1, note=_note(losses, seen))
+    return TrainResult(state.params, tuple(losses), tuple(seen))
+
+
+def _make_update(
+    config: ModelConfig, optimizer: optax.GradientTransformation, settings: TrainConfig
+) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
+    """Jitted (params, optimizer, batches) -> (params, optimizer, loss), donated; and the loss."""
+    loss = make_loss(config, settings.dtype)
+
+    def update(params: Params, slots: Any, batches: tuple[Batch, ...]) -> Any:
+        value, gradient = jax.value_and_grad(loss)(params, batches)
+        change, slots = optimizer.update(gradient, slots, params)
+        return optax.apply_updates(params, change), slots, value
+
+    return jax.jit(update, donate_argnums=(0, 1)), jax.jit(loss)
+
+
+def _finite(loss: float, step: int) -> float:
+    if not np.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss} at step {step}; try a smaller learning rate")
+    return loss
+
+
+def _note(losses: list[float], seen: list[tuple[int, float]]) -> str:
+    note = f"loss {np.mean(losses[-20:]):.3f}"
+    return f"{note}  held out {seen[-1][1]:.3f}" if seen else note
+
+
+def _progress(shown: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        disable=not shown,
+    )
+
+
+def _named_leaves(state: TrainState) -> dict[str, Any]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path((state.params, state.optimizer))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def save_checkpoint(path: Path, state: TrainState) -> None:
+    """Writes parameters, optimizer and step to one safetensors file: whole or not at all."""
+    tensors = {name: np.asarray(leaf) for name, leaf in _named_leaves(state).items()}
+    temporary = path.with_name(path.name + ".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, temporary, metadata={"step": str(state.step)})
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def load_checkpoint(path: Path, like: TrainState) -> TrainState:
+    """Reads what `save_checkpoint` wrote.
+
+    Raises:
+      ValueError: the file is damaged, or its tensors are not those of `like`.
+    """
+    try:
+        with safe_open(path, "np") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            step = int((file.metadata() or {})["step"])
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{path} is no checkpoint of this trainer: {error}; remove it") from error
+    named = _named_leaves(like)
+    if set(named) != set(tensors) or any(tensors[n].shape != v.shape for n, v in named.items()):
+        raise ValueError(f"{path} belongs to another model or optimizer; remove it to start anew")
+    structure = jax.tree.structure((like.params, like.optimizer))
+    leaves = [jnp.asarray(tensors[name], named[name].dtype) for name in named]
+    params, optimizer = jax.tree.unflatten(structure, leaves)
+    return TrainState(params, optimizer, step)
