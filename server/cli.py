@@ -1,0 +1,243 @@
+"""The `zen` command: what can be asked of it, and how it says no.
+
+A command's module is imported when the command runs, so that `--help` needs no JAX. Bad input of
+any kind is one line on stderr and exit status 2; Ctrl-C is status 130.
+"""
+
+import os
+import sys
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from server import console
+
+app = typer.Typer(
+    name="zen",
+    help="Serves a family of fine-tunes of one base language model as 1-bit deltas.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+convert = typer.Typer(help="Put a base, or a fine-tune of it, into a store.", no_args_is_help=True)
+app.add_typer(convert, name="convert")
+
+Source = Annotated[
+    Path, typer.Argument(metavar="SRC", help="A Hugging Face folder with safetensors.")
+]
+StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print figures as JSON.")]
+Address = Annotated[str, typer.Option(help="The server's host:port.")]
+
+
+class Scale(StrEnum):
+    """How many scales a matrix has."""
+
+    row = "row"
+    matrix = "matrix"
+
+
+class Embed(StrEnum):
+    """What is kept of embedding and head."""
+
+    bit = "bit"
+    whole = "whole"
+    shared = "shared"
+
+
+@app.callback(invoke_without_command=True)
+def _zen(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if show_version:
+        console.say(version("zen-jax"))
+        raise typer.Exit
+
+
+@convert.command("base", epilog="Example: zen convert base ./SmolLM2-135M ./store")
+def convert_base(
+    src: Source,
+    store: StorePath,
+    shards: Annotated[
+        int, typer.Option(min=1, help="Files that each matrix is cut into, one a device.")
+    ] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Make a new store of a base model."""
+    from server.commands import store as commands
+
+    commands.base(src, store, shards=shards, as_json=as_json)
+
+
+@convert.command("variant", epilog="Example: zen convert variant ./my-fine-tune ./store my-name")
+def convert_variant(
+    src: Source,
+    store: StorePath,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What requests call it.")],
+    scale: Annotated[Scale, typer.Option(help="One scale a row of outputs, or a matrix.")] = (
+        Scale.row
+    ),
+    levels: Annotated[
+        int, typer.Option(min=1, max=8, help="Bits a weight; each codes what is left.")
+    ] = 1,
+    embed: Annotated[Embed, typer.Option(help="What is kept of embedding and head.")] = Embed.bit,
+    as_json: AsJson = False,
+) -> None:
+    """Add a fine-tune of the store's base as a 1-bit delta, as the next version of its name."""
+    from server.commands import store as commands
+
+    commands.variant(
+        src,
+        store,
+        name,
+        scale=scale.value,  # pyright: ignore[reportArgumentType]
+        levels=levels,
+        embed=embed.value,  # pyright: ignore[reportArgumentType]
+        as_json=as_json,
+    )
+
+
+@app.command(epilog="Example: zen verify ./store")
+def verify(store: StorePath, as_json: AsJson = False) -> None:
+    """Check every byte of a store; exit status 1 when anything is damaged."""
+    from server.commands import store as commands
+
+    if not commands.verify(store, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command("ls", epilog="Example: zen ls ./store --json")
+def list_store(store: StorePath, as_json: AsJson = False) -> None:
+    """List a store's variants, their bytes and their share of a full copy."""
+    from server.commands import store as commands
+
+    commands.ls(store, as_json=as_json)
+
+
+@app.command(epilog="Example: zen serve ./store --port 50051 --rows 32")
+def serve(
+    store: StorePath,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 50051,
+    rows: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 16,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Variants in memory at once; else all, at most 14."),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Tokens of prompt and answer together; else the model's, at most 1024."
+        ),
+    ] = None,
+    inbox: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait before more are refused.")
+    ] = 64,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices to shard over; else all accelerators.")
+    ] = None,
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests get when it stops.")
+    ] = 30.0,
+) -> None:
+    """Serve a store over gRPC until SIGTERM or Ctrl-C; what runs then may finish."""
+    from server.app import ServeOptions
+    from server.commands import serve as command
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        rows=rows,
+        slots=slots,
+        max_length=max_length,
+        inbox=inbox,
+        devices=devices,
+        drain_s=drain,
+    )
+    if not command.run(store, options):
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: zen client zen4-coder 'def ' --max-tokens 64 --temperature 0")
+def client(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A variant's name, or base.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Text to continue.")
+    ] = None,
+    address: Address = "127.0.0.1:50051",
+    list_: Annotated[bool, typer.Option("--list", help="List the server's variants.")] = False,
+    chat: Annotated[bool, typer.Option(help="Send the prompt as a message.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="The most tokens to generate.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample among this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same answer.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for the whole answer.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a server that runs, and print its answer as it comes."""
+    from server.client import RequestOptions
+    from server.commands import client as command
+
+    if list_:
+        command.list_variants(address, as_json=as_json)
+        return
+    if model is None or prompt is None:
+        raise ValueError("give a model and a prompt, or --list; `zen client --help` shows how")
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "timeout_s": timeout,
+    }
+    options: RequestOptions = {k: v for k, v in given.items() if v is not None}  # pyright: ignore
+    command.generate(address, model, prompt, options, chat=chat, as_json=as_json)
+
+
+def main() -> None:
+    """Runs the command line and exits with its status."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command line; returns its exit status."""
+    try:
+        return app(arguments, prog_name="zen", standalone_mode=False) or 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Nobody reads any more; the interpreter must not try again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        text = _one_line(error)
+        if text is None:
+            raise
+        if text:
+            console.note(f"zen: {text}")
+        return 2
+
+
+def _one_line(error: Exception) -> str | None:
+    """What to say of bad input; None for a fault of the program."""
+    if hasattr(error, "format_message"):  # the command line's own complaints
+        text = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
+        return f"{text} (--help shows what is expected)" if text else ""  # help was shown
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    from server.client import ZenError
+
+    if isinstance(error, (ValueError, OSError, ZenError)):
+        return "; ".join(line.strip() for line in str(error).splitlines())
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""`zen client`: asks a server that runs."""
+
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from server import console
+from server.client import Generation, RequestOptions, ZenClient
+from zen.v1 import generate_pb2, variants_pb2
+
+
+def generate(
+    address: str, model: str, prompt: str, options: RequestOptions, *, chat: bool, as_json: bool
+) -> None:
+    """Prints an answer as it comes, and below it how it ended."""
+    text: str | None = prompt
+    if chat:
+        options["messages"] = [{"role": "user", "content": prompt}]
+        text = None
+    with ZenClient(address) as client, client.stream(model, text, **options) as stream:
+        for piece in stream:
+            if not as_json:
+                print(piece, end="", flush=True)
+        if as_json:
+            console.print_json(_as_dict(stream.generation))
+        else:
+            print(flush=True)
+            console.note(_summary(stream.generation.completion))
+
+
+def list_variants(address: str, *, as_json: bool) -> None:
+    """Prints the server's variants and where they are."""
+    with ZenClient(address) as client:
+        answer = client.list_variants()
+    if as_json:
+        console.print_json(MessageToDict(answer, preserving_proto_field_name=True))
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("name", "version", "state", "slot", "pinned", "in use", "waiting", "bytes"):
+        table.add_column(title)
+    for variant in answer.variants:
+        state = variants_pb2.VariantState.Name(variant.state).removeprefix("VARIANT_STATE_")
+        table.add_row(
+            variant.name,
+            str(variant.version),
+            state.lower(),
+            str(variant.slot) if variant.HasField("slot") else "",
+            "yes" if variant.pinned else "",
+            str(variant.leases),
+            str(variant.waiting),
+            f"{variant.bytes:,}",
+        )
+    console.stdout().print(table)
+    console.say(
+        f"{answer.slots} slots; {answer.rows_active} of {answer.rows} rows run; "
+        "the base answers to the name base"
+    )
+
+
+def _summary(completion: generate_pb2.Completion) -> str:
+    model, timings = completion.model, completion.timings
+    name = f"{model.name} version {model.version}" if model.version else model.name
+    reason = generate_pb2.FinishReason.Name(completion.finish_reason)
+    return (
+        f"[{name}: {completion.usage.completion_tokens} tokens, "
+        f"{reason.removeprefix('FINISH_REASON_').lower()}, seed {completion.seed}, "
+        f"first token after {1000 * timings.first_token_seconds:.0f} ms]"
+    )
+
+
+def _as_dict(generation: Generation) -> dict[str, Any]:
+    completion = MessageToDict(
+        generation.completion,
+        preserving_proto_field_name=True,
+        always_print_fields_with_no_presence=True,
+    )
+    return {"text": generation.text, "token_ids": generation.token_ids, "completion": completion}

@@ -1,0 +1,62 @@
+"""What the `zen` command shows: results on stdout, everything else on stderr."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+# What is worked on, how much is done, how much there is.
+type Report = Callable[[str, int, int], None]
+
+# Tables keep their columns when they are piped somewhere.
+_PIPED_WIDTH = 160
+
+
+def stdout() -> Console:
+    """Where results go."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+
+
+def stderr() -> Console:
+    """Where progress and errors go."""
+    return Console(stderr=True, highlight=False)
+
+
+def say(text: str) -> None:
+    """Prints a line of result at once."""
+    print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """Prints a line beside the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """Prints figures for programs."""
+    print(json.dumps(value, indent=2, ensure_ascii=False), flush=True)
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Report]:
+    """Shows a bar on stderr that goes away when the block ends; off a terminal, nothing moves."""
+    columns = (
+        TextColumn("{task.fields[title]}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    console = stderr()
+    off = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=off) as bars:
+        task = bars.add_task("", total=None, title=title)
+
+        def report(what: str, done: int, total: int) -> None:
+            bars.update(task, description=what, completed=done, total=total)
+
+        yield report
