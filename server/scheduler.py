@@ -200,7 +200,7 @@ class _Draft:
                     self.sampled(ticket, token)
             case PrefillRefused(ticket, message):
                 if ticket in self.jobs:
-                    self.fail(ticket, "internal", message)
+                    self.fail(ticket, "internal", message, inserted=False)
             case Loaded(digest, attempt, size):
                 self.cache_step(self.cache.loaded(digest, attempt, size, self.now))
             case LoadFailed(digest, attempt, kind, message):
@@ -309,17 +309,23 @@ class _Draft:
 
     # Ends.
 
-    def fail(self, ticket: Ticket, kind: FailureKind, message: str) -> None:
+    def fail(
+        self, ticket: Ticket, kind: FailureKind, message: str, *, inserted: bool = True
+    ) -> None:
         request_id = self.jobs[ticket].request.id
-        self.end(ticket)
+        self.end(ticket, inserted=inserted)
         self.told.append(Fail(Failure(request_id, kind, message)))
 
-    def end(self, ticket: Ticket) -> None:
-        """Give back all that the request holds: its place in the queue, its row, its lease."""
+    def end(self, ticket: Ticket, *, inserted: bool = True) -> None:
+        """Give back all that the request holds: its place in the queue, its row, its lease.
+
+        A row into which nothing was inserted needs no release on the device.
+        """
         job = self.forget(ticket)
         if job.row is not None:
             self.rows[job.row] = None
-            self.device.append(ReleaseRow(job.row))
+            if inserted:
+                self.device.append(ReleaseRow(job.row))
         elif job.slot is not None:
             self.ready.remove(ticket)
         if job.request.variant is not None:

@@ -197,7 +197,7 @@ class Worker:
             limit=min(sampling.max_tokens, max_length - prompt),
             at=self._clock(),
         )
-        stream = _Stream(on_event, IncrementalDecoder(tokenizer))
+        stream = _Stream(on_event, IncrementalDecoder(tokenizer, continues=True))
         with self._lock:
             if request.id in self._streams:
                 raise ValueError(f"request {request.id} is already there; give each its own id")
@@ -433,5 +433,8 @@ class Worker:
 def _log_error(error: Exception, error_id: str) -> None:
     """Log an exception's type and place; its text only when the device gave it."""
     text = str(error) if isinstance(error, jax.errors.JaxRuntimeError) else "text withheld"
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    _log.error("error %s: %s (%s)\n%s", error_id, type(error).__name__, text, frames)
+    frames = traceback.extract_tb(error.__traceback__)
+    places = "".join(f"\n  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)
+    _log.error(
+        "error %s: %s (%s), most recent call last:%s", error_id, type(error).__name__, text, places
+    )

@@ -238,6 +238,8 @@ def test_a_refused_prompt_fails_its_request_alone(
     actions = plans(PrefillRefused(1, "no"), Sampled(1, 0), Sampled(2, 7))
     assert only(actions, Fail) == [Fail(Failure(bad.id, "internal", "no"))]
     assert only(actions, Emit) == [Emit(good.id, 7, None)]
+    assert not only(actions, ReleaseRow)  # nothing was inserted there
+    assert plans.state.rows == (None, 2)
 
 
 def test_an_operator_loads_pins_and_unloads(

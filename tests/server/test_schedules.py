@@ -1,0 +1,270 @@
+"""Random schedules of the whole way, router to device, in virtual time.
+
+The worker, its inbox, scheduler and cache are the real ones, ticked by hand; the loader is the
+real one with tasks that run when the schedule says; only the device and the clock are stand-ins.
+Requests come, are cancelled, run out of time and have callbacks that raise; loads fail, hang and
+come too late; operators load, unload and pin. What an answer should be is known by hand, so a slot
+that was written under a lease shows as a wrong token.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from server.loader import Loader
+from server.requests import Failure, InboxFull, Request, TokenEvent
+from server.router import Router
+from server.worker import Worker
+from zen_jax.checkpoint.manifest import Variant, VariantCorrupt, VariantNotFound
+from zen_jax.residency import CacheConfig
+from zen_jax.sampling import SamplingParams
+
+SLOTS, ROWS, INBOX, MAX_LOADS = 2, 3, 8, 2
+LOAD_TIMEOUT_S, WAIT_S = 6.0, 20.0
+SCHEDULES = 200
+
+# From arrival to the end: a load and a wait for a slot and for rows, all at their longest.
+LONGEST_S = 90.0
+
+
+class Store:
+    """Has zen4-a to zen4-d, in versions that are raised while it serves."""
+
+    def __init__(self, fake: Any) -> None:
+        self.fake = fake
+        self.versions = dict.fromkeys("abcd", 1)
+
+    def variant(self, name: str) -> Variant:
+        letter = name[-1]
+        if letter not in self.versions:
+            raise VariantNotFound(name)
+        return self.fake.variant(letter, self.versions[letter])
+
+
+class WatchedLoader(Loader):
+    """Sees that no variant is loaded twice at a time, and no more than allowed."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.under_way: dict[int, str] = {}
+
+    def connect(self, post: Callable[[Any], None]) -> None:
+        def watched(event: Any) -> None:
+            self.under_way.pop(event.attempt)
+            post(event)
+
+        super().connect(watched)
+
+    def start(self, variant: Variant, attempt: int) -> None:
+        assert variant.digest not in self.under_way.values(), "a second load of one variant"
+        assert len(self.under_way) < MAX_LOADS
+        self.under_way[attempt] = variant.digest
+        super().start(variant, attempt)
+
+    def abandon(self, attempt: int) -> None:
+        self.under_way.pop(attempt, None)
+        super().abandon(attempt)
+
+
+class Client:
+    """One request, what was done to it and what came back."""
+
+    def __init__(self, world: "World", request: Request, raises: bool) -> None:
+        self.world, self.request, self.raises = world, request, raises
+        self.submitted_at = self.ended_at = world.now
+        self.cancelled = False
+        self.tokens: list[int] = []
+        self.last: TokenEvent | Failure | None = None
+
+    def __call__(self, event: TokenEvent | Failure) -> None:
+        assert self.last is None, "an event after the last"
+        self.ended_at = self.world.now
+        if isinstance(event, Failure) or event.finish is not None:
+            self.last = event
+        if isinstance(event, TokenEvent):
+            self.tokens += event.token_ids
+        if self.raises and len(self.tokens) > 1:
+            self.last = event
+            raise OSError("the client is gone")
+
+    def check(self, answer: list[int]) -> None:
+        """The answer is what it would have been alone, and it ended for a reason that was."""
+        assert self.last is not None, f"{self.request.id} was never answered"
+        assert self.tokens == answer[: len(self.tokens)]
+        assert self.ended_at - self.submitted_at <= LONGEST_S
+        if isinstance(self.last, TokenEvent) and self.last.finish is not None:
+            finish = self.last.finish
+            assert finish.completion_tokens == len(self.tokens)
+            assert finish.reason == "stop" or self.tokens == answer
+        elif isinstance(self.last, Failure):
+            deadline = self.request.deadline
+            allowed = {"load_failed", "corrupt", "exhausted", "withdrawn"}
+            allowed |= {"cancelled"} if self.cancelled else set()
+            allowed |= {"deadline"} if deadline is not None and deadline <= self.ended_at else set()
+            if self.request.variant is None:
+                allowed &= {"cancelled", "deadline"}
+            assert self.last.kind in allowed, self.last
+
+
+class World:
+    """One schedule: everything that happens is drawn from `seed`."""
+
+    def __init__(self, fake: Any, seed: int) -> None:
+        self.fake, self.random = fake, random.Random(seed)
+        self.now = 0.0
+        self.tasks: list[tuple[float, Callable[[], None]]] = []
+        self.clients: list[Client] = []
+        self.store = Store(fake)
+        self.router = Router(self.store)
+        self.engine = fake.Engine(rows=ROWS, slots=SLOTS, max_length=12)
+        self.loader = WatchedLoader(
+            self.read, lambda tree: tree, clock=lambda: self.now, spawn=self.spawn
+        )
+        cache = CacheConfig(
+            slots=SLOTS,
+            max_loads=MAX_LOADS,
+            load_timeout_s=LOAD_TIMEOUT_S,
+            patience_s=1.0,
+            wait_s=WAIT_S,
+            forget_after_s=30.0,
+        )
+        self.worker = Worker(
+            self.engine,
+            self.loader,
+            cache,
+            fake.ByteTokenizer,
+            INBOX,
+            lambda: self.now,
+            prefill_tokens=4,
+        )
+
+    def spawn(self, task: Callable[[], None]) -> None:
+        takes = self.random.choice((0.0, 0.1, 1.0, 3.0, 3.0, LOAD_TIMEOUT_S + 4.0))
+        self.tasks.append((self.now + takes, task))
+
+    def read(self, variant: Variant) -> Any:
+        luck = self.random.random()
+        if luck < 0.1:
+            raise OSError("no such disk")
+        if luck < 0.2:
+            raise VariantCorrupt(str(variant), "bits", "differs")
+        return self.fake.read_number(variant)
+
+    def act(self) -> None:
+        """One thing that somebody outside does."""
+        draw = self.random
+        match draw.choices(("submit", "cancel", "operate", "publish"), (10, 4, 1, 0.3))[0]:
+            case "submit":
+                self.submit()
+            case "cancel" if self.clients:
+                client = draw.choice(self.clients)
+                client.cancelled = True
+                self.worker.cancel(client.request.id)
+            case "operate":
+                variant = self.router.resolve("zen4-" + draw.choice("abcd"))
+                assert variant is not None
+                verb = draw.choice((self.worker.load, self.worker.unload, self.pin, self.unpin))
+                verb(variant)
+            case "publish":
+                self.store.versions[draw.choice("abcd")] += 1
+
+    def pin(self, variant: Variant) -> None:
+        self.worker.pin(variant, True)
+
+    def unpin(self, variant: Variant) -> None:
+        self.worker.pin(variant, False)
+
+    def submit(self) -> None:
+        draw = self.random
+        model = draw.choices(("base", "zen4-a", "zen4-b", "zen4-c", "zen4-d"), (2, 8, 4, 2, 1))[0]
+        request = Request(
+            f"r{len(self.clients)}",
+            self.router.resolve(model),
+            tuple(draw.choices(range(2, 200), k=draw.randint(1, 5))),
+            SamplingParams(
+                max_tokens=draw.randint(1, 9),
+                stop_token_ids=tuple(draw.sample(range(256), k=draw.choice((0, 0, 20)))),
+                ignore_eos=draw.random() < 0.8,
+            ),
+            draw.randrange(100),
+            self.now + draw.choice((0.0, 0.3, 2.0)) if draw.random() < 0.2 else None,
+        )
+        client = Client(self, request, raises=draw.random() < 0.1)
+        try:
+            self.worker.submit(request, client)
+        except InboxFull:
+            assert self.worker.snapshot().waiting == INBOX
+        else:
+            self.clients.append(client)
+
+    def tick(self, jumps: tuple[float, ...] = (0.0, 0.01, 0.01, 0.3)) -> None:
+        self.now += self.random.choice(jumps)
+        due = [task for at, task in self.tasks if at <= self.now]
+        self.tasks = [(at, task) for at, task in self.tasks if at > self.now]
+        self.random.shuffle(due)
+        for task in due:
+            task()
+        self.worker.tick()
+        seen = self.worker.snapshot()
+        assert self.engine.active() == seen.rows_in_use <= ROWS
+        assert 0 <= seen.waiting <= INBOX
+        assert len(self.loader.under_way) + self.loader.staged <= MAX_LOADS
+        slots = [status.slot for status in seen.variants if status.slot is not None]
+        assert len(set(slots)) == len(slots) <= SLOTS
+        assert all(0 <= slot < SLOTS for slot in slots)
+
+    def run(self) -> None:
+        for _ in range(60):
+            while self.random.random() < 0.4:
+                self.act()
+            self.tick()
+        for _ in range(2000):
+            if all(client.last is not None for client in self.clients) and not self.tasks:
+                break
+            self.tick((0.01, 0.3, 1.0))
+        self.end()
+
+    def end(self) -> None:
+        """Every request was answered, and nothing is held by anybody."""
+        for client in self.clients:
+            room = 12 - len(client.request.token_ids)
+            limit = min(client.request.sampling.max_tokens, room)
+            client.check(self.fake.answer_of(client.request, limit))
+        for _ in range(3):  # cancellations that callbacks caused, tokens on their way
+            self.tick()
+        seen = self.worker.snapshot()
+        assert (seen.rows_in_use, seen.waiting, self.engine.active()) == (0, 0, 0)
+        assert [s.leases + s.waiting for s in seen.variants] == [0] * len(seen.variants)
+        assert self.loader.staged == 0
+        self.worker.stop()
+
+
+def how_it_ended(client: Client) -> str:
+    if isinstance(client.last, Failure):
+        return client.last.kind
+    finish = client.last.finish if client.last is not None else None
+    return "gone" if finish is None else finish.reason
+
+
+def test_any_schedule_answers_everyone_rightly_and_leaves_nothing(
+    fake: Any, scale: int, caplog: pytest.LogCaptureFixture
+):
+    reached: Counter[str] = Counter()
+    for seed in range(SCHEDULES * scale):
+        world = World(fake, seed)
+        try:
+            world.run()
+        except Exception as error:
+            error.add_note(f"in schedule {seed}")
+            raise
+        reached.update(map(how_it_ended, world.clients))
+        reached["writes"] += world.engine.count("write_slot")
+        caplog.clear()
+    # The schedules are of use only while they reach all this.
+    assert reached["length"] > 5 * SCHEDULES
+    assert reached["writes"] > 1.2 * SLOTS * SCHEDULES
+    for kind in ("stop", "cancelled", "deadline", "load_failed", "corrupt", "withdrawn", "gone"):
+        assert reached[kind] > SCHEDULES / 10, reached

@@ -1,0 +1,548 @@
+"""The worker against the hand-computable model: real threads, real loader, fake device."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.loader import Loader
+from server.requests import Draining, Failure, InboxFull, LoadRefused, Request, TokenEvent
+from server.worker import Worker
+from zen_jax.checkpoint.manifest import Variant, VariantCorrupt
+from zen_jax.residency import CacheConfig
+from zen_jax.sampling import InvalidSampling
+
+MakeRequest = Callable[..., Request]
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.001)
+
+
+class World:
+    """A worker with its fake device and a store whose variants can be made to hang or fail.
+
+    Attributes:
+        gates: a variant's read waits for its event if it has one.
+        errors: a variant's read raises its error if it has one.
+        reads: names in the order in which they were read.
+    """
+
+    def __init__(self, fake: Any, *, inbox: int = 8, slots: int = 2, **engine: Any) -> None:
+        self.fake = fake
+        self.engine = fake.Engine(slots=slots, **engine)
+        self.gates: dict[str, threading.Event] = {}
+        self.errors: dict[str, Exception] = {}
+        self.reads: list[str] = []
+        self.loader = Loader(self._read, lambda tree: tree)
+        cache = CacheConfig(slots=slots, backoff_s=0.05, patience_s=0.05)
+        self.worker = Worker(self.engine, self.loader, cache, fake.ByteTokenizer, inbox)
+
+    def _read(self, variant: Variant) -> Any:
+        self.reads.append(variant.name)
+        if variant.name in self.gates:
+            self.gates[variant.name].wait(30.0)
+        if variant.name in self.errors:
+            raise self.errors[variant.name]
+        return self.fake.read_number(variant)
+
+    def submit(self, request: Request) -> Any:
+        caller = self.fake.Caller()
+        self.worker.submit(request, caller)
+        return caller
+
+    def answer(self, request: Request) -> Any:
+        caller = self.submit(request)
+        until(lambda: caller.ended)
+        return caller
+
+    def run(self, *callers: Any) -> None:
+        """Tick by hand until all have ended; loads are threads all the same."""
+        until(lambda: self.worker.tick(0.001) or all(caller.ended for caller in callers))
+
+    def left(self) -> tuple[int, ...]:
+        """What nobody may hold once all requests have ended."""
+        seen = self.worker.snapshot()
+        leases = sum(status.leases + status.waiting for status in seen.variants)
+        return seen.rows_in_use, seen.waiting, leases, self.engine.active(), self.loader.staged
+
+
+NOTHING = (0, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def worlds(fake: Any) -> Iterator[Callable[..., World]]:
+    """Makes worlds, and ends them."""
+    made: list[World] = []
+
+    def make(*, start: bool = True, **settings: Any) -> World:
+        world = World(fake, **settings)
+        made.append(world)
+        if start:
+            world.worker.start()
+        return world
+
+    yield make
+    for world in made:
+        for gate in world.gates.values():
+            gate.set()
+        assert world.worker.stop()
+        assert world.loader.close(10.0)
+
+
+def test_base_and_variants_in_one_batch_answer_as_alone(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds(slots=2, rows=3)
+    variants = [None, *(fake.variant(letter) for letter in "abcab"), None]
+    requests = [make_request(v, max_tokens=6, prompt=(40, i + 1)) for i, v in enumerate(variants)]
+    callers = [world.submit(request) for request in requests]
+    until(lambda: all(caller.ended for caller in callers))
+    for request, caller in zip(requests, callers, strict=True):
+        assert caller.tokens == fake.answer_of(request, 6)
+        finish = caller.events[-1].finish
+        assert (finish.reason, finish.prompt_tokens, finish.completion_tokens) == ("length", 2, 6)
+    assert world.left() == NOTHING
+
+
+def test_one_load_whoever_asks_and_others_go_on(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds()
+    gate = world.gates["zen4-a"] = threading.Event()
+    cold = [world.submit(make_request(fake.variant("a"))) for _ in range(3)]
+    assert world.answer(make_request(fake.variant("b"))).failure is None
+    assert world.answer(make_request()).failure is None
+    assert not any(caller.events for caller in cold)
+    (status,) = [s for s in world.worker.snapshot().variants if s.variant.name == "zen4-a"]
+    assert (status.state, status.waiting, status.slot) == ("loading", 3, None)
+    gate.set()
+    until(lambda: all(caller.ended for caller in cold))
+    assert sorted(world.reads) == ["zen4-a", "zen4-b"]
+    finish = cold[0].events[-1].finish
+    assert finish.timings.load_s > 0
+    timings = finish.timings
+    total = timings.queued_s + timings.load_s + timings.prefill_s
+    assert total == pytest.approx(timings.first_token_s)
+
+
+def test_the_asker_of_a_load_may_go_away(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds()
+    gate = world.gates["zen4-a"] = threading.Event()
+    first = make_request(fake.variant("a"))
+    gone, stays = world.submit(first), world.submit(make_request(fake.variant("a")))
+    world.worker.cancel(first.id)
+    until(lambda: gone.ended)
+    assert gone.failure.kind == "cancelled"
+    gate.set()
+    until(lambda: stays.ended)
+    assert stays.failure is None and world.reads == ["zen4-a"]
+    assert world.left() == NOTHING
+
+
+def test_a_damaged_variant_fails_its_own_requests_and_is_tried_again_later(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds()
+    world.errors["zen4-a"] = VariantCorrupt("zen4-a/1", "bits/0.0", "differs")
+    bad, good = world.submit(make_request(fake.variant("a"))), world.answer(make_request())
+    until(lambda: bad.ended)
+    assert (bad.failure.kind, bad.failure.retry_after_s) == ("corrupt", 0.05)
+    assert good.failure is None
+    del world.errors["zen4-a"]
+    time.sleep(0.06)
+    assert world.answer(make_request(fake.variant("a"))).failure is None
+
+
+def test_more_variants_than_slots_all_get_their_turn_while_one_never_rests(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds(slots=1, rows=2, inbox=64)
+    done = threading.Event()
+
+    def keep_asking() -> None:
+        while not done.is_set():
+            world.answer(make_request(fake.variant("a"), max_tokens=3))
+
+    busy = [threading.Thread(target=keep_asking) for _ in range(2)]
+    for thread in busy:
+        thread.start()
+    try:
+        request = make_request(fake.variant("b"))
+        assert world.answer(request).tokens == fake.answer_of(request, 4)
+    finally:
+        done.set()
+        for thread in busy:
+            thread.join()
+
+
+def test_stop_tokens_of_the_request_and_of_the_variants_own_tokenizer(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds()
+    plain = make_request(max_tokens=8)
+    third = fake.answer_of(plain, 3)[2]
+    caller = world.answer(make_request(max_tokens=8, stop_token_ids=(third,)))
+    finish = caller.events[-1].finish
+    assert (finish.reason, finish.matched_stop, finish.completion_tokens) == ("stop", third, 3)
+    assert caller.tokens == fake.answer_of(plain, 3)
+    shown = bytes(fake.answer_of(plain, 2)).decode("utf-8", "replace")
+    assert caller.text == shown  # the token that stopped it is not
+
+    # next token of last 51 at position 0 with seed 0 is 5 * 51 + 7 * number + 1 = 0 for the base
+    ends = make_request(prompt=(51,), seed=0, max_tokens=3)
+    assert fake.answer_of(ends, 1) == [fake.EOS]
+    assert world.answer(ends).events[-1].finish.matched_stop == fake.EOS
+    goes_on = make_request(prompt=(51,), seed=0, max_tokens=3, ignore_eos=True)
+    assert world.answer(goes_on).tokens == fake.answer_of(goes_on, 3)
+
+    # 5 * 34 + 7 * 51 + 241 + 1 = 1, which ends what version 2 says and nothing else
+    ends = make_request(fake.variant("a", 2), prompt=(34,), seed=241, max_tokens=3)
+    assert fake.answer_of(ends, 1) == [1]
+    assert world.answer(ends).events[-1].finish.matched_stop == 1
+    goes_on = make_request(prompt=(34,), seed=86, max_tokens=3)
+    assert fake.answer_of(goes_on, 1) == [1]
+    assert world.answer(goes_on).tokens == fake.answer_of(goes_on, 3)
+
+
+def test_text_never_shows_part_of_a_character(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds()
+    tokens = "é€𝄞".encode()
+    steps = iter(tokens)
+    world.engine.decode = lambda bank, state: (state, np.full(3, next(steps, 65), np.int32))
+    caller = world.answer(make_request(max_tokens=1 + len(tokens)))
+    texts = [event.text for event in caller.events][1:]
+    assert texts == ["", "é", "", "", "€", "", "", "", "𝄞"]
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(
+    worlds: Callable[..., World], make_request: MakeRequest
+):
+    world = worlds()
+    world.engine.decode = lambda bank, state: (state, np.full(3, 0xE2, np.int32))
+    assert world.answer(make_request(max_tokens=2)).events[-1].text == "\ufffd"
+
+
+def test_the_context_ends_an_answer_as_length(
+    worlds: Callable[..., World], make_request: MakeRequest
+):
+    world = worlds(max_length=8)
+    caller = world.answer(make_request(prompt=(5,) * 5, max_tokens=100))
+    finish = caller.events[-1].finish
+    assert (finish.reason, finish.completion_tokens) == ("length", 3)
+    for prompt in ((), (5,) * 8):
+        with pytest.raises(ValueError, match=f"the prompt has {len(prompt)} tokens, expected 1 to"):
+            world.submit(make_request(prompt=prompt))
+
+
+def test_settings_out_of_range_reach_no_thread(
+    worlds: Callable[..., World], make_request: MakeRequest
+):
+    world = worlds()
+    with pytest.raises(InvalidSampling, match="temperature"):
+        world.submit(make_request(temperature=float("nan")))
+    assert world.answer(make_request()).failure is None
+
+
+def test_a_cancelled_row_is_free_within_two_dispatches(
+    worlds: Callable[..., World], make_request: MakeRequest
+):
+    world = worlds(start=False, max_length=1000)
+    request = make_request(max_tokens=900, ignore_eos=True)
+    caller = world.submit(request)
+    for _ in range(5):
+        world.worker.tick()
+    steps = world.engine.count("decode")
+    world.worker.cancel(request.id)
+    while world.engine.active():
+        world.worker.tick()
+    assert world.engine.count("decode") - steps <= 2
+    assert caller.failure.kind == "cancelled"
+    assert world.left() == NOTHING
+
+
+def test_the_next_step_is_launched_before_the_last_is_read(
+    worlds: Callable[..., World], make_request: MakeRequest
+):
+    world = worlds(start=False)
+    order: list[str] = []
+
+    class Tokens:
+        """An array that tells when it is waited for."""
+
+        def __init__(self, name: str, values: np.ndarray) -> None:
+            self.name, self.values = name, values
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+            order.append(f"read {self.name}")
+            return self.values
+
+    decode = world.engine.decode
+
+    def told(bank: Any, state: Any) -> Any:
+        state, tokens = decode(bank, state)
+        step = world.engine.count("decode")
+        order.append(f"launch {step}")
+        return state, Tokens(str(step), tokens)
+
+    world.engine.decode = told
+    caller = world.submit(make_request(max_tokens=4))
+    world.run(caller)
+    assert order == ["launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3"]
+    assert world.engine.count("decode") == 3  # none for tokens that nobody wants
+
+
+def test_a_full_inbox_refuses_with_a_time_and_bounds_what_waits_anywhere(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds(inbox=3, rows=1)
+    gate = world.gates["zen4-a"] = threading.Event()
+    waiting = [world.submit(make_request(fake.variant("a"))) for _ in range(3)]
+    for _ in range(3):  # wherever they lie by now
+        with pytest.raises(InboxFull, match="3 requests are waiting") as caught:
+            world.submit(make_request())
+        assert caught.value.retry_after_s > 0
+        time.sleep(0.01)
+    assert world.worker.snapshot().waiting == 3
+    world.worker.pin(fake.variant("b"), True).result(10.0)  # operators are never refused
+    gate.set()
+    until(lambda: all(caller.ended for caller in waiting))
+    assert world.answer(make_request()).failure is None
+
+
+def test_a_refused_request_leaves_its_id_free(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds(inbox=1)
+    gate = world.gates["zen4-a"] = threading.Event()
+    blocker = world.submit(make_request(fake.variant("a"), id="x"))
+    with pytest.raises(ValueError, match="request x is already there"):
+        world.submit(make_request(id="x"))
+    with pytest.raises(InboxFull):
+        world.submit(make_request(id="y"))
+    gate.set()
+    until(lambda: blocker.ended)
+    assert world.answer(make_request(id="y")).failure is None
+    assert world.answer(make_request(id="x")).failure is None
+
+
+@pytest.mark.parametrize("broken", ["prefill", "insert", "decode", "release", "write_slot"])
+def test_a_broken_engine_answers_everyone_and_tells_nothing(
+    broken: str,
+    worlds: Callable[..., World],
+    make_request: MakeRequest,
+    fake: Any,
+    caplog: pytest.LogCaptureFixture,
+):
+    world = worlds(start=False)
+    gate = world.gates["zen4-b"] = threading.Event()
+    world.engine.broken.add(broken)
+    requests = [make_request(fake.variant("a")), make_request(), make_request(fake.variant("b"))]
+    callers = [world.submit(request) for request in requests]
+    operator = world.worker.load(fake.variant("b"))
+    world.worker.start()
+    until(lambda: all(caller.ended for caller in callers))
+    until(lambda: not world.worker.alive)
+    for caller in callers:
+        if caller.failure is None:  # it ended well before anything broke
+            assert broken == "release"
+            continue
+        assert caller.failure.kind == "internal"
+        assert "secret" not in caller.failure.message
+        error_id = caller.failure.message.split()[-1]
+        assert f"error {error_id}: RuntimeError" in caplog.text
+    assert any(caller.failure for caller in callers)
+    assert "secret" not in caplog.text
+    with pytest.raises(LoadRefused, match="internal error"):
+        operator.result(10.0)
+    with pytest.raises(Draining):
+        world.submit(make_request())
+    with pytest.raises(Draining):
+        world.worker.load(fake.variant("a"))
+    gate.set()
+
+
+def test_a_prompt_that_the_engine_refuses_fails_alone(
+    worlds: Callable[..., World], make_request: MakeRequest, caplog: pytest.LogCaptureFixture
+):
+    world = worlds()
+    good = world.submit(make_request(max_tokens=20))
+    bad = world.answer(make_request(prompt=(31337,)))
+    assert bad.failure.kind == "internal" and bad.tokens == []
+    assert "31337" not in bad.failure.message + caplog.text
+    until(lambda: good.ended)
+    assert good.failure is None
+    assert world.answer(make_request()).failure is None
+    until(lambda: not world.worker.snapshot().rows_in_use)
+
+
+def test_a_callback_that_raises_harms_only_its_own_request(
+    worlds: Callable[..., World], make_request: MakeRequest, caplog: pytest.LogCaptureFixture
+):
+    world = worlds(max_length=1000)
+    calls: list[TokenEvent | Failure] = []
+
+    def raises(event: TokenEvent | Failure) -> None:
+        calls.append(event)
+        raise ValueError(f"cannot pass on {event!r}")
+
+    other = world.submit(make_request(max_tokens=30, ignore_eos=True))
+    world.worker.submit(make_request(max_tokens=900, ignore_eos=True), raises)
+    until(lambda: other.ended)
+    assert other.failure is None
+    until(lambda: world.left() == NOTHING)
+    assert len(calls) == 1
+    assert "ValueError" in caplog.text and "cannot pass on" not in caplog.text
+    assert world.worker.alive
+
+
+def test_a_tokenizer_that_fails_harms_only_its_own_request(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds()
+
+    class Fails(fake.ByteTokenizer):
+        def token_bytes(self, token_id: int, first: bool = False) -> bytes | None:
+            raise KeyError(f"no token {token_id}")
+
+    tokenizers = world.worker._tokenizers
+    world.worker._tokenizers = lambda variant: (Fails if variant else tokenizers)(variant)
+    bad = world.answer(make_request(fake.variant("a")))
+    assert bad.failure.kind == "internal"
+    assert world.answer(make_request()).failure is None
+    until(lambda: world.left() == NOTHING)
+
+
+def test_deadlines_queued_and_running(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds(max_length=100_000)
+    world.gates["zen4-a"] = threading.Event()
+    soon = time.monotonic() + 0.05
+    queued = world.submit(make_request(fake.variant("a"), deadline=soon))
+    running = world.submit(make_request(max_tokens=90_000, ignore_eos=True, deadline=soon))
+    until(lambda: queued.ended and running.ended)
+    assert queued.failure.kind == running.failure.kind == "deadline"
+    assert queued.tokens == [] and running.tokens
+    assert world.engine.count("prefill") == 1
+    assert world.left() == NOTHING
+
+
+def test_an_idle_worker_wakes_for_a_deadline_alone(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds()
+    world.gates["zen4-a"] = threading.Event()
+    assert world.answer(
+        make_request(fake.variant("a"), deadline=time.monotonic() + 0.05)
+    ).failure.kind == ("deadline")
+
+
+def test_draining_finishes_what_was_accepted_and_refuses_the_rest(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds(rows=1)
+    gate = world.gates["zen4-a"] = threading.Event()
+    callers = [world.submit(make_request(fake.variant("a"))), world.submit(make_request())]
+    outcome: list[bool] = []
+    drainer = threading.Thread(target=lambda: outcome.append(world.worker.drain(30.0)))
+    drainer.start()
+
+    def refuses() -> bool:
+        try:
+            world.submit(make_request())
+        except Draining:
+            return True
+        return False
+
+    until(refuses)
+    assert world.worker.alive
+    gate.set()
+    drainer.join(30.0)
+    assert outcome == [True]
+    assert [caller.failure for caller in callers] == [None, None]
+    assert not world.worker.alive
+
+
+def test_draining_too_long_ends_what_is_left(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds()
+    world.gates["zen4-a"] = threading.Event()
+    caller = world.submit(make_request(fake.variant("a")))
+    assert not world.worker.drain(0.05)
+    assert caller.failure.kind == "unavailable"
+    assert not world.worker.alive
+
+
+def test_stopping_before_the_start_answers_too(
+    worlds: Callable[..., World], make_request: MakeRequest
+):
+    world = worlds(start=False)
+    caller = world.submit(make_request())
+    assert not world.worker.alive
+    assert world.worker.stop()
+    assert caller.failure.kind == "unavailable"
+
+
+def test_operators_load_pin_and_unload(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds()
+    variant = fake.variant("a")
+    assert world.worker.load(variant).result(10.0) is None
+    world.worker.pin(variant, True).result(10.0)
+    (status,) = world.worker.snapshot().variants
+    assert (status.state, status.slot, status.pinned) == ("resident", 0, True)
+    assert (status.bytes, status.leases) == (4, 0)
+    with pytest.raises(LoadRefused, match="unpin another one first"):
+        world.worker.pin(fake.variant("b"), True).result(10.0)
+    world.worker.unload(variant).result(10.0)
+    assert world.worker.snapshot().variants == ()
+    world.errors["zen4-b"] = OSError("gone")
+    with pytest.raises(LoadRefused, match="could not be loaded") as caught:
+        world.worker.load(fake.variant("b")).result(10.0)
+    assert caught.value.kind == "load_failed"
+    (status,) = world.worker.snapshot().variants
+    assert status.state == "failed" and "could not be loaded" in (status.failure or "")
+
+
+def test_an_operator_who_gives_up_waiting_changes_nothing(
+    worlds: Callable[..., World], make_request: MakeRequest, fake: Any
+):
+    world = worlds()
+    gate = world.gates["zen4-a"] = threading.Event()
+    future = world.worker.load(fake.variant("a"))
+    until(lambda: bool(world.reads))
+    assert future.cancel()
+    gate.set()
+    assert world.answer(make_request(fake.variant("a"))).failure is None
+    assert world.reads == ["zen4-a"]
+
+
+def test_nothing_of_a_request_is_logged(
+    worlds: Callable[..., World],
+    make_request: MakeRequest,
+    fake: Any,
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.DEBUG)
+    world = worlds()
+    request = make_request(fake.variant("a"), prompt=(201, 202, 203), max_tokens=8)
+    world.answer(request)
+    assert "loaded zen4-a" in caplog.text
+    for token in (201, 202, 203):
+        assert str(token) not in caplog.text.replace("test_worker.py:", "")
+    assert "201" not in repr(request) and "max_tokens" in repr(request)
