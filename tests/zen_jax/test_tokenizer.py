@@ -1,0 +1,570 @@
+"""Tokens and text: nothing that a user types is special, and no character is shown in part."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+from zen_jax import tokenizer as module
+from zen_jax.tokenizer import IncrementalDecoder, Tokenizer
+
+SPECIALS = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|pad|>", "[INST]", "</s>")
+NAMES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }}{{ eos_token }}"
+    "\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+WORDS = "the cat sat on a mat and the hat; then that cat ate, at the end, a rat in the sand"
+
+
+def add_specials(backend: tokenizers.Tokenizer, **flags: bool) -> tokenizers.Tokenizer:
+    """Adds `SPECIALS` as special tokens."""
+    tokens = [AddedToken(s, special=True, normalized=False, **flags) for s in SPECIALS]
+    backend.add_special_tokens(tokens)
+    return backend
+
+
+def bytes_only() -> tokenizers.Tokenizer:
+    """A token a byte, as the demo family has it; seven specials and one plain added token: 264."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    add_specials(backend)
+    backend.add_tokens([AddedToken("<tool> \N{GREEK SMALL LETTER PI}", special=False)])
+    return backend
+
+
+def byte_merges() -> tokenizers.Tokenizer:
+    """Byte-level with merges, some of which join parts of characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {c: i for i, c in enumerate(alphabet)}
+    merges = []
+    # Bytes as the vocabulary writes them: "Ġ" a space, "ðŁ" and "ĺĢ" the halves of an emoji.
+    for left, right in ("th", ("th", "e"), "at", ("Ġ", "the"), ("c", "at"), "ðŁ", "ĺĢ", ("Ã", "©")):
+        merges.append((left, right))
+        vocabulary[left + right] = len(vocabulary)
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return add_specials(backend)
+
+
+def pieces(**options: Any) -> tokenizers.Tokenizer:
+    """SentencePiece's kind, without the treatment of spaces: marks, byte tokens, unknown token."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    merges = []
+    for c in "\N{LOWER ONE EIGHTH BLOCK}abcdehimnorst;,<>/|\N{LATIN SMALL LETTER E WITH ACUTE}":
+        vocabulary[c] = len(vocabulary)
+    for left, right in ("▁t", ("▁t", "h"), "at", ("▁th", "e"), ("c", "at"), ("▁", "cat"), "▁▁"):
+        merges.append((left, right))
+        vocabulary[left + right] = len(vocabulary)
+    model = models.BPE(
+        vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True, **options
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.add_special_tokens([AddedToken("<unk>", special=True, normalized=False)])
+    return add_specials(backend)
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """As Llama 2's: the normaliser puts a mark in front of each stretch of text."""
+    backend = pieces()
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return backend
+
+
+def first_mark() -> tokenizers.Tokenizer:
+    """As newer Llama and Mistral ones: a mark in front of the first word of a text only."""
+    backend = pieces()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return backend
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """Decoded by Metaspace, which drops every mark of the first token."""
+    backend = pieces()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return backend
+
+
+def greedy_special() -> tokenizers.Tokenizer:
+    """Its special tokens eat the space around them."""
+    backend = bytes_only()
+    return add_specials(backend, lstrip=True, rstrip=True)
+
+
+def whole_words() -> tokenizers.Tokenizer:
+    """Holds its special tokens in the model's vocabulary and looks whole words up first."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {c: i for i, c in enumerate([*alphabet, *SPECIALS])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return add_specials(backend)
+
+
+Build = Callable[[], tokenizers.Tokenizer]
+BYTE_LEVEL: tuple[Build, ...] = (bytes_only, byte_merges, greedy_special, whole_words)
+MARKED: tuple[Build, ...] = (byte_fallback, first_mark, metaspace)
+ALL = BYTE_LEVEL + MARKED
+ids_of_any = st.lists(st.integers(0, 300), max_size=40)
+# Texts that are rich in special tokens, in parts of them, and in what surrounds them.
+texts = st.lists(
+    st.one_of(
+        st.sampled_from([*SPECIALS, *"<|>[]/ \n", "<|e", "os|>", "eos", "<unk>", "<0x41>", "▁"]),
+        st.sampled_from(WORDS.split()),
+        st.text(max_size=4),
+    ),
+    max_size=8,
+).map("".join)
+plain_texts = st.lists(st.sampled_from([*WORDS.split(), " ", "\n", "é", "😀"]), max_size=8).map(
+    "".join
+)
+few = settings(max_examples=25)  # for what starts a process or renders
+
+
+@functools.cache
+def made(build: Build) -> Tokenizer:
+    """The tokenizer around a backend of its own, one for all tests."""
+    return Tokenizer(build(), names=NAMES, chat_template=TEMPLATE)
+
+
+@functools.cache
+def reference(build: Build) -> tokenizers.Tokenizer:
+    """The backend as the library uses it: special tokens count wherever they stand."""
+    return build()
+
+
+@functools.cache
+def special_ids(build: Build) -> set[int]:
+    """Ids of special tokens; the unknown token may stand in any text."""
+    added = reference(build).get_added_tokens_decoder()
+    return {i for i, t in added.items() if t.special and t.content != "<unk>"}
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """What each token shows, and what the end does."""
+    decoder = IncrementalDecoder(tokenizer)
+    return [decoder.push(i) for i in ids] + [decoder.flush()]
+
+
+@pytest.mark.parametrize("build", ALL)
+@given(text=texts)
+def test_typed_text_never_becomes_a_special_token(build: Build, text: str) -> None:
+    assert special_ids(build).isdisjoint(made(build).encode(text, add_bos=False))
+
+
+@pytest.mark.parametrize("build", BYTE_LEVEL)
+@given(text=texts)
+def test_text_comes_back(build: Build, text: str) -> None:
+    tokenizer = made(build)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", SPECIALS)
+def test_special_tokens_typed_alone_are_spelled(text: str) -> None:
+    """Where the vocabulary has them as words, the library finds them in spite of its own switch."""
+    tokenizer = made(whole_words)
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("build", BYTE_LEVEL)
+@given(ids=ids_of_any)
+def test_decode_equals_the_librarys(build: Build, ids: list[int]) -> None:
+    assert made(build).decode(ids) == reference(build).decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("build", MARKED)
+@given(data=st.data())
+def test_decode_equals_the_librarys_for_whole_characters(build: Build, data: st.DataObject) -> None:
+    """Ids of byte tokens form whole characters here; the library loses more when they do not."""
+    vocabulary = reference(build).get_vocab()
+    plain = sorted(i for token, i in vocabulary.items() if not token.startswith("<0x"))
+    chunk = st.one_of(
+        st.sampled_from(plain).map(lambda i: [i]),
+        st.characters(codec="utf-8").map(
+            lambda c: [vocabulary[f"<0x{b:02X}>"] for b in c.encode()]
+        ),
+    )
+    ids = [i for part in data.draw(st.lists(chunk, max_size=12)) for i in part]
+    if build is metaspace:  # has no notion of byte tokens
+        ids = [i for i in ids if i in plain]
+    assert made(build).decode(ids) == reference(build).decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("build", ALL)
+@given(ids=ids_of_any)
+def test_pieces_join_to_the_whole(build: Build, ids: list[int]) -> None:
+    assert "".join(streamed(made(build), ids)) == made(build).decode(ids)
+
+
+@pytest.mark.parametrize("build", ALL)
+@given(text=st.text(max_size=20))
+def test_no_piece_shows_a_partial_character(build: Build, text: str) -> None:
+    tokenizer = made(build)
+    ids = tokenizer.encode(text, add_bos=False)
+    if build is metaspace or "\ufffd" in text:
+        return  # has no byte tokens to spell with; or the text itself holds the character
+    shown = streamed(tokenizer, ids)
+    assert "\ufffd" not in "".join(shown)
+    assert shown[-1] == ""
+
+
+@pytest.mark.parametrize("build", [bytes_only, byte_fallback])
+def test_characters_appear_when_they_are_whole(build: Build) -> None:
+    tokenizer = made(build)
+    shown = streamed(tokenizer, tokenizer.encode("😀", add_bos=False))
+    assert [piece for piece in shown if piece] == ["😀"]
+    assert shown[-2] == "😀"
+
+
+@pytest.mark.parametrize("build", [bytes_only, byte_fallback])
+def test_an_unfinished_character_is_one_replacement_at_the_end(build: Build) -> None:
+    tokenizer = made(build)
+    ids = tokenizer.encode("é😀", add_bos=False)[:-1]
+    shown = streamed(tokenizer, ids)
+    assert "".join(shown[:-1]) == "é"
+    assert shown[-1] == "\ufffd"
+
+
+def test_special_tokens_inside_a_character_are_left_out() -> None:
+    tokenizer = made(bytes_only)
+    first, *rest = tokenizer.encode("é")
+    assert tokenizer.decode([first, *tokenizer.eos_ids, *rest]) == "é"
+
+
+@pytest.mark.parametrize("build", [byte_fallback, first_mark, metaspace])
+def test_a_continued_text_keeps_its_leading_space(build: Build) -> None:
+    tokenizer = made(build)
+    ids = tokenizer.encode("the cat", add_bos=False)
+    assert tokenizer.decode(ids) == "the cat"
+    decoder = IncrementalDecoder(tokenizer, continues=True)
+    assert "".join(map(decoder.push, ids)) == " the cat"
+
+
+@pytest.mark.timeout(30)
+def test_a_long_stream_takes_no_longer_a_token() -> None:
+    """Half a million tokens of which none completes a character; quadratic work would not end."""
+    tokenizer = made(bytes_only)
+    start = tokenizer.encode("😀")[0]
+    decoder = IncrementalDecoder(tokenizer)
+    shown = sum(len(decoder.push(start)) for _ in range(500_000))
+    assert shown + len(decoder.flush()) == 500_000
+
+
+def test_ids_beyond_the_vocabulary_are_left_out_and_negative_ones_refused() -> None:
+    tokenizer = made(bytes_only)
+    assert tokenizer.vocab_size == 264
+    assert tokenizer.decode([*tokenizer.encode("a"), 264, 10**9]) == "a"
+    with pytest.raises(ValueError, match="-1"):
+        tokenizer.decode([-1])
+
+
+NAIVE = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
+
+
+def naive_chat(build: Build, messages: list[dict[str, str]]) -> list[int]:
+    """A rendered conversation read as one text in which special tokens count."""
+    text = NAIVE.render(**NAMES, messages=messages, add_generation_prompt=True)
+    return reference(build).encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("build", ALL)
+@few
+@given(contents=st.lists(plain_texts, min_size=1, max_size=3))
+def test_chat_equals_the_rendered_text_when_nothing_special_is_typed(
+    build: Build, contents: list[str]
+) -> None:
+    messages = [
+        {"role": "assistant" if place % 2 else "user", "content": content}
+        for place, content in enumerate(contents)
+    ]
+    assert made(build).chat(messages) == naive_chat(build, messages)
+
+
+@pytest.mark.parametrize("build", ALL)
+@few
+@given(contents=st.lists(texts, min_size=1, max_size=2))
+def test_only_the_templates_special_tokens_are_special(build: Build, contents: list[str]) -> None:
+    tokenizer = made(build)
+    ids = tokenizer.chat([{"role": "user", "content": content} for content in contents])
+    vocabulary = reference(build).get_vocab()
+    want = ["<|bos|>", *["<|user|>", "<|eos|>"] * len(contents), "<|assistant|>"]
+    special = special_ids(build)
+    assert [i for i in ids if i in special] == [vocabulary[token] for token in want]
+
+
+@pytest.mark.parametrize("build", [bytes_only, byte_merges, whole_words])
+@few
+@given(content=texts)
+def test_typed_special_tokens_stay_in_the_text(build: Build, content: str) -> None:
+    tokenizer = made(build)
+    text = tokenizer.decode(tokenizer.chat([{"role": "user", "content": content}]))
+    assert text == f"\n{content.strip()}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "text"),
+    [
+        ("{{ '<|e' ~ messages[0].content }}", "os|>", "<|eos|>"),
+        ("{{ messages[0].content ~ 'os|>' }}", "<|e", "<|eos|>"),
+        ("<|e{{ messages[0].content }}|>", "os", "<|eos|>"),
+        ("{{ messages[0].content | replace('@', '') }}", "<|e@os|>", "<|e@os|>"),
+        ("{{ messages[0].content[::-1] }}", ">|soe|<", "<|eos|>"),
+        ("{{ messages[0].content | lower }}", "<|EOS|>", "<|EOS|>"),
+        ("<|{{ messages[0].content | lower }}|>", "EOS", "<|EOS|>"),
+        (
+            "{% if messages[0].content[0] == '@' %}{{ messages[0].content }}{% endif %}",
+            *["@</s>"] * 2,
+        ),
+    ],
+)
+def test_templates_that_rework_messages_let_no_special_token_in(
+    template: str, content: str, text: str
+) -> None:
+    """In doubt the message is shown as it was typed, not as the template would have reworked it."""
+    tokenizer = Tokenizer(bytes_only(), names=NAMES, chat_template=template)
+    ids = tokenizer.chat([{"role": "user", "content": content}])
+    assert special_ids(bytes_only).isdisjoint(ids)
+    assert tokenizer.decode(ids) == text
+
+
+def test_templates_may_look_into_messages() -> None:
+    """Only the special tokens that are typed into a message are hidden from the template."""
+    template = "{{ messages[0].content.split('</think>')[-1] }}<|eos|>"
+    tokenizer = Tokenizer(bytes_only(), names=NAMES, chat_template=template)
+    ids = tokenizer.chat([{"role": "user", "content": "<think>hm</think><|eos|>answer"}])
+    assert tokenizer.decode(ids) == "<|eos|>answer"
+    assert ids[-1] in tokenizer.eos_ids
+
+
+def test_private_characters_in_messages_stay() -> None:
+    content = "\U000f0000<|eos|>\U000f0001"
+    tokenizer = made(bytes_only)
+    assert content in tokenizer.decode(tokenizer.chat([{"role": "user", "content": content}]))
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "0 messages"),
+        ([{"role": "user"}], "message 0"),
+        ([{"role": "user", "content": "a", "name": "b"}], "message 0"),
+        ([{"role": "user", "content": "a"}, {"role": "eos", "content": "a"}], "message 1"),
+        ([{"role": "user", "content": 5}], "message 0"),
+    ],
+)
+def test_malformed_messages_are_refused(messages: list[Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        made(bytes_only).chat(messages)
+
+
+def test_no_template_and_failing_templates_are_told() -> None:
+    message = [{"role": "user", "content": "a secret"}]
+    with pytest.raises(ValueError, match="no chat template"):
+        Tokenizer(bytes_only()).chat(message)
+    failing = Tokenizer(bytes_only(), chat_template="{{ messages[0].content | int + [] }}")
+    with pytest.raises(ValueError, match="chat template fails") as caught:
+        failing.chat(message)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("build", ALL)
+def test_lone_surrogates_are_refused_without_the_text(build: Build) -> None:
+    for call in (made(build).encode, lambda t: made(build).chat([{"role": "user", "content": t}])):
+        with pytest.raises(ValueError, match="surrogate") as caught:
+            call("secret \ud800")
+        assert "secret" not in str(caught.value)
+
+
+# Reading folders.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face folder whose tokenizer begins texts by itself."""
+    backend = bytes_only()
+    bos = backend.token_to_id("<|bos|>")
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A <|eos|>",
+        special_tokens=[("<|bos|>", bos), ("<|eos|>", backend.token_to_id("<|eos|>"))],
+    )
+    backend.enable_truncation(4)
+    backend.enable_padding(length=16)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config", {**NAMES, "chat_template": TEMPLATE})
+    write(tmp_path, "config", {"eos_token_id": 5})
+    return tmp_path
+
+
+def write(folder: Path, name: str, value: Any) -> None:
+    """Writes NAME.json."""
+    (folder / f"{name}.json").write_text(json.dumps(value))
+
+
+def test_reads_a_folder(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    eos = bytes_only().token_to_id("<|eos|>")
+    assert tokenizer.vocab_size == 264
+    assert tokenizer.bos_id == bytes_only().token_to_id("<|bos|>")
+    assert tokenizer.eos_ids == {5, eos}
+    text = "longer than four, shorter or longer than sixteen"
+    ids = tokenizer.encode(text, add_bos=False)
+    assert len(ids) == len(text)
+    assert tokenizer.encode(text) == [tokenizer.bos_id, *ids]
+    assert tokenizer.chat([{"role": "user", "content": "hi"}])[0] == tokenizer.bos_id
+
+
+def test_tokenizer_json_is_enough(folder: Path) -> None:
+    for name in ("tokenizer_config", "config"):
+        (folder / f"{name}.json").unlink()
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_ids == frozenset()
+    assert tokenizer.bos_id is None
+    assert tokenizer.decode(tokenizer.encode("é")) == "é"
+
+
+@pytest.mark.parametrize(("add_bos", "count"), [(True, 1), (False, 0), (None, 0)])
+def test_the_configuration_decides_on_bos(folder: Path, add_bos: bool | None, count: int) -> None:
+    bytes_only().save(str(folder / "tokenizer.json"))  # begins texts with nothing
+    write(folder, "tokenizer_config", {**NAMES, "add_bos_token": add_bos})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.encode("a")[:-1] == [tokenizer.bos_id] * count
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "want"),
+    [
+        (7, 8, {7}),
+        ([7, 9], 8, {7, 9}),
+        (None, 8, {8}),
+        (None, [8, 9], {8, 9}),
+        ([], 8, set()),
+        (None, None, set()),
+    ],
+)
+def test_eos_comes_from_generation_config_first(
+    folder: Path, generation: Any, model: Any, want: set[int]
+) -> None:
+    write(folder, "tokenizer_config", {})
+    write(folder, "generation_config", {"eos_token_id": generation})
+    write(folder, "config", {"eos_token_id": model})
+    assert Tokenizer.from_folder(folder).eos_ids == want
+
+
+def test_named_tokens_are_special_though_tokenizer_json_calls_them_plain(folder: Path) -> None:
+    backend = bytes_only()
+    backend.add_tokens([AddedToken("<end>", special=False), AddedToken("<stop>", special=False)])
+    backend.save(str(folder / "tokenizer.json"))
+    end, stop = backend.token_to_id("<end>"), backend.token_to_id("<stop>")
+    write(folder, "tokenizer_config", {"eos_token": {"content": "<end>", "special": True}})
+    write(folder, "generation_config", {"eos_token_id": [stop]})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_ids == {end, stop}
+    assert {end, stop}.isdisjoint(tokenizer.encode("<end> <stop>"))
+    assert tokenizer.decode([end, stop]) == ""
+
+
+def test_where_the_chat_template_lies(folder: Path) -> None:
+    message = [{"role": "user", "content": "hi"}]
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+    write(folder, "tokenizer_config", {"chat_template": named})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer.chat(message)) == "yes"
+    (folder / "chat_template.jinja").write_text("of its own")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer.chat(message)) == "of its own"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("tokenizer_config", [], "expected an object"),
+        ("tokenizer_config", {"eos_token": "<|none|>"}, r"eos_token is '<\|none\|>'"),
+        ("tokenizer_config", {"bos_token": 5}, "bos_token is 5"),
+        ("tokenizer_config", {"add_bos_token": "yes"}, "add_bos_token is 'yes'"),
+        ("tokenizer_config", {"add_bos_token": True}, "bos_token names no token"),
+        ("tokenizer_config", {"chat_template": 5}, "chat_template"),
+        ("tokenizer_config", {"chat_template": "x" * 300_000}, "300000 characters"),
+        ("generation_config", {"eos_token_id": "2"}, "eos_token_id '2'"),
+        ("generation_config", {"eos_token_id": [1, -1]}, "eos_token_id"),
+        ("generation_config", {"eos_token_id": True}, "eos_token_id"),
+        ("config", {"eos_token_id": 1.5}, "eos_token_id"),
+        ("tokenizer", {}, "no tokenizer"),
+    ],
+)
+def test_files_that_make_no_sense_are_named(
+    folder: Path, name: str, value: Any, reason: str
+) -> None:
+    write(folder, name, value)
+    with pytest.raises(ValueError, match=reason) as caught:
+        Tokenizer.from_folder(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_missing_damaged_and_huge_files_are_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "config.json").write_text('{"eos_token_id": ')
+    with pytest.raises(ValueError, match=r"config\.json is no valid JSON"):
+        Tokenizer.from_folder(folder)
+    (folder / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"config\.json is not UTF-8"):
+        Tokenizer.from_folder(folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is no valid JSON"):
+        Tokenizer.from_folder(folder)
+    monkeypatch.setattr(module, "MAX_TOKENIZER_BYTES", 100)
+    with pytest.raises(ValueError, match="at most 100 are read"):
+        Tokenizer.from_folder(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer\.json is missing"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        None,
+        decoders.WordPiece(),
+        decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()]),
+        decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 1)]),
+        decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]),
+    ],
+)
+def test_decoders_of_another_kind_are_refused(decoder: Any) -> None:
+    backend = bytes_only()
+    backend.decoder = decoder
+    with pytest.raises(ValueError, match="decodes by"):
+        Tokenizer(backend)
