@@ -6,8 +6,16 @@ that would change the arithmetic and is not implemented is an error, never ignor
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+
+_ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 # Settings that do not change what an inference pass computes.
 _IGNORED = frozenset(
     {
@@ -33,9 +41,8 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False, None),
-    "model_type": ("llama",),
+    "model_type": get_args(Family),
     "rope_interleaved": (False, None),
-    "rope_scaling": (None,),
 }
 _READ = {
     "vocab_size": "vocab_size",
@@ -46,11 +53,54 @@ _READ = {
     "max_position": "max_position_embeddings",
     "rms_norm_eps": "rms_norm_eps",
 }
+_DERIVED = frozenset(
+    {
+        "num_key_value_heads",
+        "head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "sliding_window",
+        "use_sliding_window",
+        "max_window_layers",
+        "layer_types",
+    }
+)
+# What Hugging Face takes for granted where a configuration says nothing.
+_KV_HEADS: Mapping[str, int | None] = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
+_MISTRAL_WINDOW = 4096
+_QWEN3_HEAD_DIM = 128
+_QWEN_WINDOW_LAYERS = 28
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3's stretching of the rotary embedding's long waves.
+
+    Attributes:
+      factor: by how much the longest waves are stretched.
+      low_freq_factor: waves longer than original_max_position / this are stretched whole.
+      high_freq_factor: waves shorter than original_max_position / this are left alone.
+      original_max_position: positions that the model was first trained on.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def __post_init__(self) -> None:
+        if not (self.factor >= 1 and 0 < self.low_freq_factor < self.high_freq_factor):
+            raise ValueError(
+                f"llama3 rope has factor {self.factor}, low_freq_factor {self.low_freq_factor}, "
+                f"high_freq_factor {self.high_freq_factor}; expected 1 or more, and 0 < low < high"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a decoder-only transformer of the Llama family.
+    """Architecture of a decoder-only transformer of the Llama, Mistral and Qwen families.
 
     Attributes:
       vocab_size: V, rows of the embedding.
@@ -64,6 +114,10 @@ class ModelConfig:
       rms_norm_eps: added to the mean square in every RMSNorm.
       rope_theta: base of the rotary embedding's frequencies.
       tie_word_embeddings: the head is the embedding.
+      family: whose layout it is; qwen2 adds biases to q, k and v, qwen3 norms q and k by head.
+      rope_scaling: a number for linear scaling of positions, Llama 3's rule, or None.
+      windows: for each layer how many of the last tokens a query sees, its own counted; None sees
+        all. Empty: all layers see all.
     """
 
     vocab_size: int
@@ -77,6 +131,9 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = False
+    family: Family = "llama"
+    rope_scaling: float | Llama3Rope | None = None
+    windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -89,6 +146,26 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"windows has {len(self.windows)} entries; the model has {self.num_layers} layers"
+            )
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"windows are {self.windows}; expected positive sizes or None")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether biases are added to q, k and v."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head's query and key are normed before they are turned."""
+        return self.family == "qwen3"
+
+    def window(self, layer: int) -> int | None:
+        """How many of the last tokens a query of this layer sees; None: all."""
+        return self.windows[layer] if self.windows else None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
@@ -98,8 +175,8 @@ class ModelConfig:
           config: the parsed file.
 
         Raises:
-          ValueError: a needed setting is missing, a setting has a value that is not implemented, or
-            a setting is not known here and might change the arithmetic.
+          ValueError: a needed setting is missing, a setting has a value that is not implemented,
+            or a setting is not known here and might change the arithmetic.
         """
         missing = [key for key in ["model_type", *_READ.values()] if key not in config]
         if missing:
@@ -107,35 +184,34 @@ class ModelConfig:
         for key, allowed in _FIXED.items():
             if key in config and config[key] not in allowed:
                 raise ValueError(
-                    f"config.json sets {key} to {config[key]!r}; implemented is {allowed[0]!r}"
+                    f"config.json sets {key} to {config[key]!r}; implemented is "
+                    + ", ".join(repr(value) for value in allowed if value is not None)
                 )
-        rope = config.get("rope_parameters") or {}
-        if set(rope) - {"rope_theta", "rope_type"} or rope.get("rope_type", "default") != "default":
-            raise ValueError(f"config.json sets rope_parameters to {rope!r}; only plain rope works")
-        known = _IGNORED | set(_FIXED) | set(_READ.values())
-        known |= {"num_key_value_heads", "head_dim", "rope_theta", "rope_parameters"}
-        known |= {"tie_word_embeddings"}
-        unknown = sorted(set(config) - known)
+        unknown = sorted(set(config) - _IGNORED - set(_FIXED) - set(_READ.values()) - _DERIVED)
         if unknown:
             raise ValueError(
                 f"config.json has settings that are not known here: {', '.join(unknown)}; "
                 "they might change what the model computes, so it is refused"
             )
-        heads = config["num_attention_heads"]
+        family, heads = config["model_type"], config["num_attention_heads"]
+        default_dim = _QWEN3_HEAD_DIM if family == "qwen3" else config["hidden_size"] // heads
+        theta, scaling = _rope(config)
         return cls(
             **{name: config[key] for name, key in _READ.items()},
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            num_kv_heads=config.get("num_key_value_heads") or _KV_HEADS[family] or heads,
+            head_dim=config.get("head_dim") or default_dim,
+            rope_theta=theta,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            family=family,
+            rope_scaling=scaling,
+            windows=_windows(config),
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The settings of a Hugging Face ``config.json`` that `from_hf` reads back to an equal
-        value."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+        """The settings of a Hugging Face ``config.json`` that `from_hf` reads back as equal."""
+        settings = {
+            "architectures": [_ARCHITECTURES[self.family]],
+            "model_type": self.family,
             "hidden_act": "silu",
             **{key: getattr(self, name) for name, key in _READ.items()},
             "num_key_value_heads": self.num_kv_heads,
@@ -143,11 +219,93 @@ class ModelConfig:
             "rope_theta": self.rope_theta,
             "tie_word_embeddings": self.tie_word_embeddings,
         }
+        if isinstance(self.rope_scaling, Llama3Rope):
+            settings["rope_scaling"] = {
+                "rope_type": "llama3",
+                "factor": self.rope_scaling.factor,
+                "low_freq_factor": self.rope_scaling.low_freq_factor,
+                "high_freq_factor": self.rope_scaling.high_freq_factor,
+                "original_max_position_embeddings": self.rope_scaling.original_max_position,
+            }
+        elif self.rope_scaling is not None:
+            settings["rope_scaling"] = {"rope_type": "linear", "factor": self.rope_scaling}
+        size = next((window for window in self.windows if window is not None), None)
+        if self.family == "mistral" or size is not None:
+            settings["sliding_window"] = size
+        if self.family in ("qwen2", "qwen3"):
+            settings["use_sliding_window"] = size is not None
+        if self.windows and self.family != "mistral":
+            settings["layer_types"] = [
+                "full_attention" if window is None else "sliding_attention"
+                for window in self.windows
+            ]
+        return settings
 
     @property
     def parameters(self) -> int:
         """Number of parameters; a tied head counts once."""
         d, f, h = self.hidden_size, self.intermediate_size, self.head_dim
         layer = 2 * d + 2 * (self.num_heads + self.num_kv_heads) * h * d + 3 * f * d
+        layer += (self.num_heads + 2 * self.num_kv_heads) * h if self.qkv_bias else 0
+        layer += 2 * h if self.qk_norm else 0
         heads = 1 if self.tie_word_embeddings else 2
         return heads * self.vocab_size * d + self.num_layers * layer + d
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, float | Llama3Rope | None]:
+    """Theta and scaling, from the places where old and new configurations keep them."""
+    new, old = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
+    theta = float(new.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    rule = new if new.get("rope_type", "default") != "default" or not old else old
+    rule.pop("rope_theta", None)
+    kind = rule.pop("rope_type", None) or rule.pop("type", None) or "default"
+    rule.pop("type", None)
+    names = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+    }
+    if kind not in names or set(rule) != set(names[kind]):
+        raise ValueError(
+            f"config.json sets rope scaling {kind!r} with {sorted(rule)}; implemented are "
+            "'default', 'linear' with factor, and 'llama3' with its four settings"
+        )
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, float(rule["factor"])
+    *factors, original = (rule[name] for name in names["llama3"])
+    return theta, Llama3Rope(*(float(factor) for factor in factors), int(original))
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Each layer's window; empty when every layer sees everything."""
+    family, layers = config["model_type"], config["num_hidden_layers"]
+    if family == "mistral":
+        size = config.get("sliding_window", _MISTRAL_WINDOW)
+        return () if size is None else (size,) * layers
+    size = config.get("sliding_window")
+    if family == "llama":
+        if size is not None:
+            raise ValueError(f"config.json sets sliding_window to {size!r} in a Llama model")
+        return ()
+    kinds = config.get("layer_types")
+    if not config.get("use_sliding_window") or size is None:
+        if kinds and set(kinds) != {"full_attention"}:
+            raise ValueError("config.json has sliding layer_types, but no sliding window in use")
+        return ()
+    if kinds is None:
+        first = config.get("max_window_layers", _QWEN_WINDOW_LAYERS)
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"config.json has layer_types {kinds!r}; expected {layers} of 'full_attention' and "
+            "'sliding_attention'"
+        )
+    windows = tuple(cast(int, size) if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else ()

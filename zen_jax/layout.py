@@ -58,6 +58,15 @@ def param_specs(config: ModelConfig) -> Params:
         at = f"model.layers.{i}."
         attn, mlp = at + "self_attn.", at + "mlp."
         qkv = tuple(f"{attn}{x}_proj.weight" for x in "qkv")
+        extra: dict[str, ParamSpec] = {}
+        if config.qkv_bias:
+            bias = tuple(f"{attn}{x}_proj.bias" for x in "qkv")
+            shape = (k, (n // k + 2) * h)
+            extra["qkv_bias"] = ParamSpec(shape, ("kv_heads", None), "vector", bias, 0.02)
+        if config.qk_norm:
+            for x in "qk":
+                source = (f"{attn}{x}_norm.weight",)
+                extra[f"{x}_norm"] = ParamSpec((h,), (None,), "vector", source, 0.0)
         gate_up = (mlp + "gate_proj.weight", mlp + "up_proj.weight")
         return {
             "attn_norm": norm(at + "input_layernorm.weight"),
@@ -70,6 +79,7 @@ def param_specs(config: ModelConfig) -> Params:
             "down": ParamSpec(
                 (d, f), ("embed", "ff"), "linear", (mlp + "down_proj.weight",), residual_std
             ),
+            **extra,
         }
 
     specs: Params = {
@@ -97,7 +107,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     def add(spec: ParamSpec) -> None:
         for name, rows in zip(spec.sources, _source_rows(config, spec), strict=True):
-            shapes[name] = (rows, *spec.shape[-1:]) if spec.kind != "vector" else spec.shape
+            shapes[name] = (rows,) if spec.kind == "vector" else (rows, spec.shape[-1])
 
     map_specs(add, config)
     return shapes
@@ -162,11 +172,12 @@ def unfuse(config: ModelConfig, params: Params) -> dict[str, Array]:
         if len(spec.sources) == 1:
             tensors[spec.sources[0]] = value
             return
-        flat = value if len(spec.sources) == 3 else value.reshape(1, -1, value.shape[-1])
+        size = () if spec.kind == "vector" else value.shape[-1:]
+        flat = value if len(spec.sources) == 3 else value.reshape(1, -1, *size)
         start = 0
         for name, rows in zip(spec.sources, _source_rows(config, spec), strict=True):
             each = rows // flat.shape[0]
-            tensors[name] = flat[:, start : start + each].reshape(rows, -1)
+            tensors[name] = flat[:, start : start + each].reshape(rows, *size)
             start += each
 
     map_specs(split, config, params)

@@ -208,10 +208,11 @@ def _embed_local(
 
 
 def vector(w: jax.Array | Weight) -> jax.Array:
-    """A vector weight as each row of a batch has it: float32[D], or float32[B, 1, D] with slots.
+    """A vector weight as each row of a batch has it: float32[*shape], or with slots
+    float32[B, 1, *shape].
 
     Args:
-      w: [D].
+      w: [*shape], a norm's weight [D] or fused biases [K, G].
     """
     if not isinstance(w, Weight):
         return w.astype(jnp.float32)
@@ -222,4 +223,5 @@ def vector(w: jax.Array | Weight) -> jax.Array:
         return base + w.delta.dense
     valid = (w.slots >= 0) & (w.slots < w.delta.dense.shape[0])
     added = w.delta.dense[jnp.where(valid, w.slots, 0)]
-    return base + jnp.where(valid[:, None], added, 0.0)[:, None, :]
+    valid = valid.reshape(-1, *(1,) * base.ndim)
+    return (base + jnp.where(valid, added, 0.0))[:, None]

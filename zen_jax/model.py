@@ -1,4 +1,4 @@
-"""The transformer of the Llama family, in Flax NNX over plain dicts.
+"""The transformer of the Llama, Mistral and Qwen families, in Flax NNX over plain dicts.
 
 Modules are split once; a jitted function takes ``Params`` (plain arrays, or `Weight` leaves that
 carry deltas) and merges them inside. Passing another tree of the same shapes compiles nothing.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from zen_jax.attention import attend, rotary_angles, rotate
+from zen_jax.attention import attend, rotary_angles, rotary_frequencies, rotate, visible
 from zen_jax.config import ModelConfig
 from zen_jax.kv_cache import LayerCache, write_token
 from zen_jax.layout import Params, ParamSpec, map_specs, param_specs
@@ -53,28 +53,54 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> the same shape and dtype; inside float32."""
+        """[B, T, ..., D] -> the same shape and dtype; inside float32."""
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * vector(self.weight.get_value())).astype(x.dtype)
+        weight = vector(self.weight.get_value())
+        if weight.ndim > 1:  # each row of the batch has its own
+            weight = weight.reshape(weight.shape[0], *(1,) * (x.ndim - 2), weight.shape[-1])
+        return (wide * weight).astype(x.dtype)
+
+
+class Bias(nnx.Module):
+    """A vector that is added, of the shape of what it is added to."""
+
+    def __init__(self, spec: ParamSpec) -> None:
+        self.weight = nnx.Param(jnp.zeros(spec.shape))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, *shape] -> the same shape and dtype."""
+        return x + vector(self.weight.get_value()).astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary embedding over a fused q|k|v weight."""
+    """Grouped-query attention with rotary embedding over a fused q|k|v weight.
 
-    def __init__(self, config: ModelConfig, specs: Params, placement: Placement | None) -> None:
+    Qwen2 adds biases to q, k and v; Qwen3 norms each head's query and key before they are turned.
+    """
+
+    def __init__(
+        self, config: ModelConfig, specs: Params, placement: Placement | None, window: int | None
+    ) -> None:
         self.qkv = Linear(specs["qkv"], placement)
         self.o = Linear(specs["o"], placement)
+        eps = config.rms_norm_eps
+        self.qkv_bias = Bias(specs["qkv_bias"]) if config.qkv_bias else None
+        self.q_norm = RMSNorm(specs["q_norm"], eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(specs["k_norm"], eps) if config.qk_norm else None
         self.config = config
+        self.window = window
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[B, T, D] -> q[B, T, K, G, H], k[B, T, K, H] (both turned by rope), v[B, T, K, H]."""
-        config, (batch, length) = self.config, x.shape[:2]
-        qkv = self.qkv(x).reshape(batch, length, config.num_kv_heads, -1, config.head_dim)
-        angles = rotary_angles(positions, config.head_dim, config.rope_theta)
-        angles = angles[0][:, :, None], angles[1][:, :, None]
-        turned = rotate(qkv[..., :-1, :], angles)
-        return turned[..., :-1, :], turned[..., -1, :], qkv[..., -1, :]
+        config = self.config
+        fused = self.qkv(x) if self.qkv_bias is None else self.qkv_bias(self.qkv(x))
+        fused = fused.reshape(*x.shape[:2], config.num_kv_heads, -1, config.head_dim)
+        q, k, v = fused[..., :-2, :], fused[..., -2, :], fused[..., -1, :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        angles = rotary_angles(positions, rotary_frequencies(config))
+        return rotate(q, angles), rotate(k, angles), v
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, cache: LayerCache | None
@@ -86,11 +112,11 @@ class Attention(nnx.Module):
         """
         q, k, v = self.project(x, positions)
         if cache is None:
-            seen = LayerCache(k, v)
-            mask = positions[:, :, None] >= positions[:, None, :]
+            seen, keys = LayerCache(k, v), positions
         else:
             seen = write_token(cache, k, v, positions[:, 0])
-            mask = jnp.arange(cache.k.shape[1]) <= positions[:, :, None]
+            keys = jnp.arange(cache.k.shape[1], dtype=jnp.int32)[None]
+        mask = visible(positions, keys, self.window)
         y = attend(q, seen.k.astype(q.dtype), seen.v.astype(q.dtype), mask)
         return self.o(y.reshape(*x.shape[:2], -1)), seen
 
@@ -111,9 +137,11 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """Attention and MLP, each after a norm and added to the residual."""
 
-    def __init__(self, config: ModelConfig, specs: Params, placement: Placement | None) -> None:
+    def __init__(
+        self, config: ModelConfig, specs: Params, placement: Placement | None, window: int | None
+    ) -> None:
         self.attn_norm = RMSNorm(specs["attn_norm"], config.rms_norm_eps)
-        self.attention = Attention(config, specs, placement)
+        self.attention = Attention(config, specs, placement, window)
         self.mlp_norm = RMSNorm(specs["mlp_norm"], config.rms_norm_eps)
         self.mlp = MLP(specs, placement)
 
@@ -133,7 +161,10 @@ class Transformer(nnx.Module):
         specs = param_specs(config)
         self.embed = Embedding(specs["embed"], placement)
         self.layers = nnx.List(
-            [Layer(config, specs["layers"][i], placement) for i in range(config.num_layers)]
+            [
+                Layer(config, specs["layers"][i], placement, config.window(i))
+                for i in range(config.num_layers)
+            ]
         )
         self.final_norm = RMSNorm(specs["final_norm"], config.rms_norm_eps)
         self.head = None if config.tie_word_embeddings else Linear(specs["head"], placement)
@@ -186,15 +217,17 @@ def make_merge(config: ModelConfig, placement: Placement | None = None) -> Merge
     """
     graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, placement)))
 
+    others = ("attn_norm", "mlp_norm", "gate_up", "down")
+
     def state(params: Params) -> Params:
         """``Params`` in the nesting of the modules."""
 
         def layer(p: Params) -> Params:
             return {
                 "attn_norm": {"weight": p["attn_norm"]},
-                "attention": {"qkv": {"weight": p["qkv"]}, "o": {"weight": p["o"]}},
                 "mlp_norm": {"weight": p["mlp_norm"]},
-                "mlp": {"gate_up": {"weight": p["gate_up"]}, "down": {"weight": p["down"]}},
+                "mlp": {name: {"weight": p[name]} for name in ("gate_up", "down")},
+                "attention": {name: {"weight": p[name]} for name in p if name not in others},
             }
 
         whole = {name: {"weight": p} for name, p in params.items() if name != "layers"}

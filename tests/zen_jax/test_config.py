@@ -1,8 +1,13 @@
 """Reading a Hugging Face configuration: what is used, ignored and refused."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from zen_jax.config import ModelConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 LLAMA = {
     "model_type": "llama",
@@ -32,6 +37,34 @@ def test_what_is_written_is_read_back(config: ModelConfig) -> None:
     assert ModelConfig.from_hf(config.to_hf()) == config
 
 
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_rope_scaling_is_read_in_both_places(key: str) -> None:
+    old = {"rope_scaling": {key: "linear", "factor": 4}}
+    new = {"rope_parameters": {"rope_theta": 1e4, key: "linear", "factor": 4}}
+    assert ModelConfig.from_hf(LLAMA | old).rope_scaling == 4.0
+    assert ModelConfig.from_hf(LLAMA | new) == ModelConfig.from_hf(LLAMA | old)
+
+
+def test_windows_follow_hugging_face() -> None:
+    heads = {"num_key_value_heads": 2}
+    mistral = LLAMA | heads | {"model_type": "mistral"}
+    assert ModelConfig.from_hf(mistral).windows == (4096, 4096)
+    assert ModelConfig.from_hf(mistral | {"sliding_window": None}).windows == ()
+    qwen = LLAMA | heads | {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}
+    assert ModelConfig.from_hf(qwen | {"max_window_layers": 1}).windows == (None, 16)
+    assert ModelConfig.from_hf(qwen | {"use_sliding_window": False}).windows == ()
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    assert ModelConfig.from_hf(qwen | kinds).windows == (16, None)
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(GOLDEN.glob("*/config.json")), ids=lambda p: p.parent.name
+)
+def test_every_family_is_written_and_read_back(folder: Path) -> None:
+    config = ModelConfig.from_hf(json.loads(folder.read_text()))
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
 def test_settings_that_do_not_matter_are_ignored() -> None:
     more = {"initializer_range": 0.1, "use_cache": False, "transformers_version": "5"}
     assert ModelConfig.from_hf(LLAMA | more) == ModelConfig.from_hf(LLAMA)
@@ -43,7 +76,11 @@ def test_settings_that_do_not_matter_are_ignored() -> None:
         ({"attention_bias": True}, "attention_bias to True"),
         ({"hidden_act": "gelu"}, "hidden_act to 'gelu'"),
         ({"model_type": "mamba"}, "model_type to 'mamba'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope scaling 'dynamic'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "odd": 1}}, "odd"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "four settings"),
+        ({"sliding_window": 8}, "sliding_window to 8 in a Llama"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"]}, "no sliding window"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
         ({"logit_softcap": 30}, "logit_softcap"),
         ({"num_key_value_heads": 4}, "num_kv_heads is 4"),
