@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import ml_dtypes
 import numpy as np
 
 from zen_jax.checkpoint.hf import HuggingFaceFolder, not_finite, open_folder
@@ -33,7 +32,6 @@ from zen_jax.checkpoint.safetensors import DTYPES, SourceError
 from zen_jax.checkpoint.store import Progress, Store
 from zen_jax.config import ModelConfig
 from zen_jax.delta.compress import ScaleKind, TensorStats, compress_tensor, keep_vector
-from zen_jax.delta.format import WeightDelta
 from zen_jax.layout import EMBED, HEAD, ParamSpec, map_specs
 from zen_jax.sharding import TABLE
 
@@ -303,48 +301,43 @@ class _Conversion:
         if self._problems:
             return  # Nothing will be published; the remaining tensors are still checked.
         base = self._store.base_tensor(pair.base)
-        overlap, rows = tuned[: base.shape[0]], tuned[base.shape[0] :]
         try:
-            delta, stats = self._compress(pair.name, base, overlap)
+            kept, stats = self._keep(pair.name, base, tuned)
         except ValueError as error:
             self._problems.append(f"{pair.name}: {error}")
             return
-        arrays = {"bits": delta.bits, "scale": delta.scale, "dense": delta.dense}
-        arrays["rows"] = rows if rows.size else None
-        if any(array is not None for array in arrays.values()):
-            self._tree[pair.name] = {
-                kind: self._leaf(pair.name, kind, spool.put(array))
-                for kind, array in arrays.items()
-                if array is not None
-            }
-        policy: Policy = "shared"
-        if delta.bits is not None or delta.dense is not None:
-            policy = "bit" if delta.bits is not None else "dense"
+        leaves = {kind: self._leaf(pair.name, kind, spool.put(a)) for kind, a in kept.items()}
+        if leaves:
+            self._tree[pair.name] = leaves
+        policy: Policy = "dense" if {"dense", "whole"} & set(kept) else "shared"
         self._entries[pair.name] = TensorEntry(
-            policy=policy,
+            policy="bit" if "bits" in kept else policy,
             shape=tuned.shape,
-            levels=0 if delta.bits is None else delta.bits.shape[0],
-            scale=None if delta.bits is None else self._options["scale"],
+            levels=kept["bits"].shape[0] if "bits" in kept else 0,
+            scale=self._options["scale"] if "bits" in kept else None,
             against=pair.base if pair.base != pair.name else None,
             stats={} if stats is None else dataclasses.asdict(stats),
         )
 
-    def _compress(
+    def _keep(
         self, name: str, base: np.ndarray, tuned: np.ndarray
-    ) -> tuple[WeightDelta, TensorStats | None]:
-        """What is kept of the rows that base and fine-tune share."""
-        embed = self._options["embed"] if name in (EMBED, HEAD) else "bit"
+    ) -> tuple[dict[str, np.ndarray], TensorStats | None]:
+        """The parts that a tensor is kept as, and figures of those that are packed."""
         if tuned.ndim == 1:
-            return keep_vector(base, tuned), None
-        if embed == "shared" or np.array_equal(base, tuned):
-            return WeightDelta(), None
+            dense = keep_vector(base, tuned).dense
+            return {} if dense is None else {"dense": dense}, None
+        embed = self._options["embed"] if name in (EMBED, HEAD) else "bit"
+        overlap, rows = tuned[: base.shape[0]], tuned[base.shape[0] :]
+        kept = {"rows": rows} if rows.size else {}
+        if embed == "shared" or np.array_equal(base, overlap):
+            return kept, None
         if embed == "whole":
-            dense = tuned.astype(np.float32) - base.astype(np.float32)
-            # Nearly always exact: the difference of two bfloat16 numbers that lie close together.
-            exact = tuned.dtype == ml_dtypes.bfloat16
-            return WeightDelta(dense=dense.astype(tuned.dtype) if exact else dense), None
+            return {"whole": tuned}, None
         options = self._options
-        return compress_tensor(base, tuned, scale=options["scale"], levels=options["levels"])
+        delta, stats = compress_tensor(
+            base, overlap, scale=options["scale"], levels=options["levels"]
+        )
+        return {"bits": np.asarray(delta.bits), "scale": np.asarray(delta.scale), **kept}, stats
 
     def _leaf(self, name: str, kind: str, array: LazyArray) -> LazyArray:
         """Cuts a part for the base's number of shards where it divides."""

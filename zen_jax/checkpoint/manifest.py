@@ -1,8 +1,8 @@
 """What the store knows about a base or a variant: `manifest.json`, and the names of its errors.
 
-The file is written in one canonical form and carries a checksum of itself, so that a change of
-any byte of it shows. It is the only thing that says which files a checkpoint has, what they hold
-and what they should read as; orbax's own metadata is never trusted for that.
+The file ends with a checksum of all its bytes before, so that a change of any of them shows. It is
+the only thing that says which files a checkpoint has, what they hold and what they should read as;
+orbax's own metadata is never trusted for that.
 """
 
 import dataclasses
@@ -22,6 +22,8 @@ MANIFEST = "manifest.json"
 BASE = "base"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
+_KINDS = {"weight", "bits", "scale", "dense", "whole", "rows"}
+_ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 # "whole": the base's tensor itself; the others say what a variant adds to it.
 Policy = Literal["whole", "bit", "dense", "shared"]
 
@@ -149,8 +151,9 @@ class TensorEntry:
     Attributes:
       policy: see `Policy`.
       shape: its true shape; bits are padded, and a variant may have more rows than the base.
-      parts: "weight" for a base; "bits" and "scale", "dense", and "rows" (the rows that the base
-        lacks, whole) for a variant.
+      parts: "weight" for a base. For a variant "bits" and "scale"; "dense", a difference in
+        float32; "whole", the fine-tune's own values in its dtype; "rows", only those of the rows
+        that the base lacks.
       levels: of bits and scales.
       scale: "row" or "matrix" when there are bits.
       against: the base's tensor that it is a difference to, if that has another name.
@@ -223,8 +226,14 @@ class Manifest:
         return self.bytes_on_disk / self.full_copy_bytes
 
     def render(self) -> bytes:
-        """The file's bytes, the one way to write these contents."""
-        return _dump(self._fields())
+        """The file's bytes."""
+        return self._rendered
+
+    @functools.cached_property
+    def _rendered(self) -> bytes:
+        text = json.dumps(self._fields(), sort_keys=True, indent=1, allow_nan=False)
+        body = text.removesuffix("\n}").encode() + b",\n"
+        return body + _seal(body)
 
     def _fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"format_version": FORMAT_VERSION}
@@ -243,8 +252,7 @@ class Manifest:
         """Reads the file's bytes.
 
         Raises:
-          ManifestError: they are not what `render` writes for any contents, or belong to a
-            format that this version does not read.
+          ManifestError: they are damaged, or belong to a format that this version does not read.
         """
         try:
             fields = json.loads(data)
@@ -253,11 +261,9 @@ class Manifest:
             version = fields.get("format_version")
             if version != FORMAT_VERSION:
                 raise ManifestError(f"has format version {version!r}; expected {FORMAT_VERSION}")
-            checksum = fields.pop("checksum", None)
-            if checksum != _checksum(fields):
+            body = data[: -len(_seal(b""))]
+            if data != body + _seal(body):
                 raise ManifestError("does not match its own checksum")
-            if _dump(fields) != data:
-                raise ManifestError("is not written in canonical form")
             return cls._from_fields(fields)
         except ManifestError:
             raise
@@ -272,9 +278,7 @@ class Manifest:
             if path.startswith("/") or ".." in path.split("/"):
                 raise ManifestError(f"names the file {path!r}, which is outside its folder")
         for name, tensor in tensors.items():
-            lost = [f for part in tensor.parts.values() for f in part.files() if f not in files]
-            if lost:
-                raise ManifestError(f"places {name} in {lost[0]}, which it does not list")
+            _check_parts(name, tensor, files)
         ModelConfig.from_hf(fields["config"])
         if (fields["kind"] == "base") != (fields["version"] == 0):
             raise ManifestError("does not say whether it is a base or a variant")
@@ -301,18 +305,33 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     return TensorEntry(**{**entry, "shape": tuple(entry["shape"]), "parts": parts})
 
 
+def _check_parts(name: str, tensor: TensorEntry, files: Mapping[str, FileEntry]) -> None:
+    """Raises ManifestError unless a tensor's arrays are possible and lie in listed files."""
+    kinds = set(tensor.parts)
+    if not kinds <= _KINDS or ("bits" in kinds) != ("scale" in kinds):
+        raise ManifestError(f"gives {name} the parts {sorted(kinds)}")
+    for part in tensor.parts.values():
+        numbers = (*part.shape, part.shards)
+        if part.dtype not in _ITEMSIZE or any(type(n) is not int or n < 1 for n in numbers):
+            raise ManifestError(f"gives {part.leaf} a malformed array")
+        if part.axis not in range(len(part.shape)) or part.shape[part.axis] % part.shards:
+            raise ManifestError(f"cuts {part.leaf} in a way that does not divide")
+        lost = [file for file in part.files() if file not in files]
+        if lost:
+            raise ManifestError(f"places {part.leaf} in {lost[0]}, which it does not list")
+        size = sum(files[file].size for file in part.files())
+        if size != math.prod(part.shape) * _ITEMSIZE[part.dtype]:
+            raise ManifestError(f"gives {part.leaf} files of {size} bytes, which do not fit it")
+
+
 def _canonical(value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode()
 
 
-def _checksum(fields: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_canonical(fields)).hexdigest()
-
-
-def _dump(fields: Mapping[str, Any]) -> bytes:
-    whole = {**fields, "checksum": _checksum(fields)}
-    return json.dumps(whole, sort_keys=True, indent=1, allow_nan=False).encode() + b"\n"
+def _seal(body: bytes) -> bytes:
+    """The last lines of a manifest: a checksum of all bytes before them."""
+    return b' "checksum": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def content_digest(

@@ -14,6 +14,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ from zen_jax.checkpoint.manifest import (
 PUBLISHING = ".publishing"
 VARIANTS = "variants"
 TOKENIZER = "tokenizer"
+_COMMITTED = "commit_success.txt"
+_SYNCS = 16
 
 
 class StoreWriteFailed(OSError):
@@ -134,16 +137,20 @@ class _OneAtATime(ocp.type_handlers.NumpyHandler):
         return stored
 
 
+class _ErrorsOnly(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
     """Keeps orbax's warnings about features that are switched off here from the terminal."""
-    logger = logging.getLogger("absl")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger, errors_only = logging.getLogger("absl"), _ErrorsOnly()
+    logger.addFilter(errors_only)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.removeFilter(errors_only)
 
 
 class Publisher:
@@ -247,6 +254,9 @@ class Publisher:
         )
         with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(self._content, ocp.args.PyTreeSave(dict(tree), save_args=save_args))
+        # It names the folder where it was written, and orbax reads it on file systems only that
+        # cannot rename.
+        (self._content / _COMMITTED).unlink(missing_ok=True)
 
     def _check(self, written: Written) -> None:
         """Compares the files with what was meant, describes those of orbax, syncs all to disk."""
@@ -260,11 +270,13 @@ class Publisher:
                     written.files[path] = describe_file(self._content / path)
                 elif fast_checksum(self._content / path) != written.files[path].xxh3:
                     raise StoreWriteFailed(f"{path} did not come back as it was written")
-                _sync(self._content / path)
         except FileDamaged as error:
             raise StoreWriteFailed(f"the new checkpoint cannot be read back: {error}") from error
-        for folder in {self._content, *((self._content / path).parent for path in found)}:
-            _sync(folder)
+        files = [self._content / path for path in found]
+        # All at once: a file system commits what waits together in one go.
+        with ThreadPoolExecutor(_SYNCS) as pool:
+            list(pool.map(_sync, files))
+            list(pool.map(_sync, {self._content, *(file.parent for file in files)}))
 
     def publish_base(self, manifest: Manifest) -> Path:
         """Makes the checkpoint the store's base.

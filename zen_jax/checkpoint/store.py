@@ -209,9 +209,10 @@ class Store:
     def read_variant(self, variant: Variant) -> dict[str, WeightDelta]:
         """What a variant adds to each of the base's tensors, by Hugging Face name.
 
-        Every file of the variant is read once and checked in memory. A dense part has the dtype
-        that it is stored in. The head is there if the base or the variant has one of its own;
-        where only the variant has, it is a difference to the embedding.
+        Every file of the variant is read once and checked in memory. The head is there if the base
+        or the variant has one of its own; where only the variant has, it is a difference to the
+        embedding. Where the variant keeps a matrix whole, the base's is read too, and the
+        difference given in float32.
 
         Raises:
           VariantCorrupt: anything at all is damaged, missing or too much; the file is named.
@@ -224,23 +225,28 @@ class Store:
                 f"{variant} was made against another base ({manifest.base_digest[:12]}) than this "
                 f"store's ({self.base().digest[:12]}); convert it again"
             )
-        wider = [name for name, tensor in manifest.tensors.items() if "rows" in tensor.parts]
+        tensors, its = manifest.tensors, self.base().tensors
+        wider = [name for name, t in tensors.items() if t.shape != its[t.against or name].shape]
         if wider:
             raise NotServedYet(
                 f"{variant} has more vocabulary rows than the base in {', '.join(wider)}; "
                 "it is kept whole, but cannot be served by this version"
             )
-        folder = self._folder(*_steps(variant))
-        parts = {part.leaf: part for t in manifest.tensors.values() for part in t.parts.values()}
-        arrays = _read_all(folder, manifest, parts, str(variant))
+        arrays = _read_all(self._folder(*_steps(variant)), manifest, str(variant))
         return {
             name: WeightDelta(
                 bits=arrays.get(f"{name}.bits"),
                 scale=arrays.get(f"{name}.scale"),
-                dense=arrays.get(f"{name}.dense"),
+                dense=self._difference(tensor.against or name, arrays[f"{name}.whole"])
+                if "whole" in tensor.parts
+                else arrays.get(f"{name}.dense"),
             )
-            for name in manifest.tensors
+            for name, tensor in tensors.items()
         }
+
+    def _difference(self, base: str, tuned: np.ndarray) -> np.ndarray:
+        """float32: a fine-tune's tensor less the base's."""
+        return tuned.astype(np.float32) - self.base_tensor(base).astype(np.float32)
 
     def tokenizer_files(self, variant: Variant | None) -> dict[str, bytes]:
         """A variant's tokenizer files, or the base's: name -> contents, checked.
@@ -434,16 +440,15 @@ def _read_part(folder: Path, manifest: Manifest, part: Part, kind: type[Corrupt]
     return join(stored, part)
 
 
-def _read_all(
-    folder: Path, manifest: Manifest, parts: Mapping[str, Part], where: str
-) -> dict[str, np.ndarray]:
+def _read_all(folder: Path, manifest: Manifest, where: str) -> dict[str, np.ndarray]:
     """Reads and checks every file of a variant, several at a time; the arrays by leaf."""
     for file, problem in _listing_problems(folder, manifest):
         raise VariantCorrupt(where, file, problem)
-    stored = {leaf: empty_stored(part) for leaf, part in parts.items()}
+    parts = [part for t in manifest.tensors.values() for part in t.parts.values()]
+    stored = {part.leaf: empty_stored(part) for part in parts}
     into: dict[str, np.ndarray] = {}
-    for leaf, part in parts.items():
-        pieces = [stored[leaf]] if part.shards == 1 else list(stored[leaf])
+    for part in parts:
+        pieces = [stored[part.leaf]] if part.shards == 1 else list(stored[part.leaf])
         into |= dict(zip(part.files(), pieces, strict=True))
 
     def read(files: list[str]) -> None:
@@ -458,4 +463,4 @@ def _read_all(
     with ThreadPoolExecutor(_READERS) as pool:
         for _ in pool.map(read, (files[reader::_READERS] for reader in range(_READERS))):
             pass
-    return {leaf: join(array, parts[leaf]) for leaf, array in stored.items()}
+    return {part.leaf: join(stored[part.leaf], part) for part in parts}
