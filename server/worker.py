@@ -293,10 +293,10 @@ class Worker:
     def tick(self, wait_s: float | None = 0.0) -> None:
         """One round; waits up to `wait_s` for an event. For tests, else the thread's own."""
         events: list[Event] = [*self._inbox.take(wait_s), *self._sampled]
-        queued = self._plan.queued + sum(isinstance(event, Arrived) for event in events)
-        now = self._clock()
+        arrived = sum(isinstance(event, Arrived) for event in events)
+        now, before = self._clock(), self._plan.queued
         self._plan, actions = plan(self._plan, events, now)
-        self._settle(queued - self._plan.queued, now)
+        self._settle(before + arrived - self._plan.queued, before, now)
         self._sampled = []
         stepped = False
         for action in actions:
@@ -304,11 +304,14 @@ class Worker:
             self._carry_out(action)
         self._read(leave=1 if stepped else 0)
 
-    def _settle(self, requests: int, now: float) -> None:
-        if requests:
-            self._inbox.settle(requests)
-            interval = (now - self._row_given_at) / requests
+    def _settle(self, left: int, before: int, now: float) -> None:
+        """Note how many left the queue, of which `before` were there, and how fast it moves."""
+        if left:
+            self._inbox.settle(left)
+        if left and before:
+            interval = (now - self._row_given_at) / left
             self._row_interval_s += 0.2 * (interval - self._row_interval_s)
+        if left or not before:
             self._row_given_at = now
 
     def _carry_out(self, action: Action) -> None:

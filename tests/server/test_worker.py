@@ -322,6 +322,33 @@ def test_a_full_inbox_refuses_with_a_time_and_bounds_what_waits_anywhere(
     assert world.answer(make_request()).failure is None
 
 
+def test_the_time_to_come_again_is_that_of_the_queue_and_not_of_an_idle_night(
+    make_request: MakeRequest, fake: Any
+):
+    now = 0.0
+    loader = Loader(fake.read_number, lambda tree: tree)
+    worker = Worker(
+        fake.Engine(rows=1), loader, CacheConfig(slots=1), fake.ByteTokenizer, 4, lambda: now
+    )
+    worker.tick()
+    now = 30_000.0
+    callers = [fake.Caller() for _ in range(4)]
+    for caller in callers:
+        worker.submit(make_request(max_tokens=2), caller)
+    with pytest.raises(InboxFull) as caught:
+        worker.submit(make_request(), fake.Caller())
+    assert caught.value.retry_after_s == 0.1
+    while not callers[-1].ended:  # every request takes 20 s
+        worker.tick()
+        now += 10.0
+    for _ in range(4):
+        worker.submit(make_request(), fake.Caller())
+    with pytest.raises(InboxFull) as caught:
+        worker.submit(make_request(), fake.Caller())
+    assert 10.0 < caught.value.retry_after_s <= 30.0
+    worker.stop()
+
+
 def test_a_refused_request_leaves_its_id_free(
     worlds: Callable[..., World], make_request: MakeRequest, fake: Any
 ):
