@@ -7,19 +7,24 @@ come too late; operators load, unload and pin. What an answer should be is known
 that was written under a lease shows as a wrong token.
 """
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from server import scheduler
+from server.inbox import Inbox
 from server.loader import Loader
 from server.requests import Failure, InboxFull, Request, TokenEvent
 from server.router import Router
 from server.worker import Worker
+from zen_jax import delta_cache
 from zen_jax.checkpoint.manifest import Variant, VariantCorrupt, VariantNotFound
-from zen_jax.residency import CacheConfig
+from zen_jax.residency import Absent, CacheConfig, Resident
 from zen_jax.sampling import SamplingParams
 
 SLOTS, ROWS, INBOX, MAX_LOADS = 2, 3, 8, 2
@@ -117,6 +122,8 @@ class World:
         self.now = 0.0
         self.tasks: list[tuple[float, Callable[[], None]]] = []
         self.clients: list[Client] = []
+        self.kept: set[str] = set()
+        self.let_go: set[str] = set()
         self.store = Store(fake)
         self.router = Router(self.store)
         self.engine = fake.Engine(rows=ROWS, slots=SLOTS, max_length=12)
@@ -166,7 +173,7 @@ class World:
             case "operate":
                 variant = self.router.resolve("zen4-" + draw.choice("abcd"))
                 assert variant is not None
-                verb = draw.choice((self.worker.load, self.worker.unload, self.pin, self.unpin))
+                verb = draw.choice((self.worker.load, self.unload, self.pin, self.unpin))
                 verb(variant)
             case "publish":
                 self.store.versions[draw.choice("abcd")] += 1
@@ -175,7 +182,12 @@ class World:
         self.worker.pin(variant, True)
 
     def unpin(self, variant: Variant) -> None:
+        self.let_go.add(variant.digest)
         self.worker.pin(variant, False)
+
+    def unload(self, variant: Variant) -> None:
+        self.let_go.add(variant.digest)
+        self.worker.unload(variant)
 
     def submit(self) -> None:
         draw = self.random
@@ -215,13 +227,17 @@ class World:
         slots = [status.slot for status in seen.variants if status.slot is not None]
         assert len(set(slots)) == len(slots) <= SLOTS
         assert all(0 <= slot < SLOTS for slot in slots)
+        resident = {s.variant.digest for s in seen.variants if s.slot is not None}
+        assert self.kept <= resident | self.let_go, "a pinned variant left"
+        self.let_go.clear()
+        self.kept = {s.variant.digest for s in seen.variants if s.pinned} & resident
 
     def run(self) -> None:
         for _ in range(60):
             while self.random.random() < 0.4:
                 self.act()
             self.tick()
-        for _ in range(2000):
+        for _ in range(400):
             if all(client.last is not None for client in self.clients) and not self.tasks:
                 break
             self.tick((0.01, 0.3, 1.0))
@@ -252,6 +268,7 @@ def how_it_ended(client: Client) -> str:
 def test_any_schedule_answers_everyone_rightly_and_leaves_nothing(
     fake: Any, scale: int, caplog: pytest.LogCaptureFixture
 ):
+    caplog.set_level(logging.CRITICAL)
     reached: Counter[str] = Counter()
     for seed in range(SCHEDULES * scale):
         world = World(fake, seed)
@@ -262,9 +279,90 @@ def test_any_schedule_answers_everyone_rightly_and_leaves_nothing(
             raise
         reached.update(map(how_it_ended, world.clients))
         reached["writes"] += world.engine.count("write_slot")
-        caplog.clear()
     # The schedules are of use only while they reach all this.
     assert reached["length"] > 5 * SCHEDULES
     assert reached["writes"] > 1.2 * SLOTS * SCHEDULES
     for kind in ("stop", "cancelled", "deadline", "load_failed", "corrupt", "withdrawn", "gone"):
         assert reached[kind] > SCHEDULES / 10, reached
+
+
+# Faults that such systems have had, each put in by hand: the schedules have to find every one.
+
+
+def evicts_under_lease(patch: pytest.MonkeyPatch) -> None:
+    def victim(draft: Any) -> str | None:
+        residents = [d for d, e in draft.entries.items() if isinstance(e.place, Resident)]
+        return min(residents, key=lambda d: draft.entries[d].used, default=None)
+
+    def evict(draft: Any, digest: str) -> None:
+        entry = draft.entries[digest]
+        draft.entries[digest] = replace(entry, place=Absent())
+
+    patch.setattr(delta_cache._Draft, "_victim", victim)
+    patch.setattr(delta_cache._Draft, "_evict", evict)
+
+
+def forgets_who_waits_behind_the_first(patch: pytest.MonkeyPatch) -> None:
+    grant = delta_cache._Draft._grant
+
+    def first_only(draft: Any, digest: str) -> None:
+        count = len(draft.actions)
+        grant(draft, digest)
+        del draft.actions[count + 1 :]
+
+    patch.setattr(delta_cache._Draft, "_grant", first_only)
+
+
+def loads_end_with_their_first_asker(patch: pytest.MonkeyPatch) -> None:
+    release = delta_cache._Draft.release
+
+    def and_gives_up(draft: Any, holder: int) -> None:
+        digest = draft.holders[holder]
+        first = next(iter(draft.entries[digest].waiting), None)
+        release(draft, holder)
+        if holder == first and not isinstance(draft.entries[digest].place, Resident):
+            draft.entries[digest] = replace(draft.entries[digest], place=Absent())
+
+    patch.setattr(delta_cache._Draft, "release", and_gives_up)
+
+
+def keeps_the_lease_of_who_cancels(patch: pytest.MonkeyPatch) -> None:
+    fail = scheduler._Draft.fail
+
+    def and_leaks(draft: Any, ticket: int, kind: Any, *rest: Any, **named: Any) -> None:
+        step, draft.cache_step = draft.cache_step, lambda step: None
+        fail(draft, ticket, kind, *rest, **named)
+        draft.cache_step = step
+
+    patch.setattr(scheduler._Draft, "fail", and_leaks)
+
+
+def makes_no_room_in_the_inbox(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Inbox, "settle", lambda inbox, requests: None)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        evicts_under_lease,
+        forgets_who_waits_behind_the_first,
+        loads_end_with_their_first_asker,
+        keeps_the_lease_of_who_cancels,
+        makes_no_room_in_the_inbox,
+    ],
+)
+def test_the_schedules_find_a_fault_that_is_planted(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    fake: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.CRITICAL)
+    plant(monkeypatch)
+    found = 0
+    for seed in range(20):
+        try:
+            World(fake, seed).run()
+        except (AssertionError, RuntimeError, KeyError, ValueError):
+            found += 1
+    assert found >= 5, f"found in {found} of 20 schedules"

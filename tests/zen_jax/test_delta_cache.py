@@ -516,5 +516,5 @@ class TableMachine(RuleBasedStateMachine):
 
 TestTable = TableMachine.TestCase
 TestTable.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=settings.default.max_examples * 4 // 5, stateful_step_count=40
 )
