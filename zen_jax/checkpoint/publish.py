@@ -1,8 +1,8 @@
 """Publishing into a store: all of a checkpoint at once, or nothing of it.
 
 A checkpoint is written by orbax into a folder of this publisher's own below STORE/.publishing,
-checked, synced and renamed to its place. Arrays are made only when orbax comes to write them, one
-at a time, so memory is bounded by the largest tensor. Folders that dead publishers left are swept
+checked, synced and renamed to its place. Arrays are made only when orbax comes to write them, so
+memory is bounded by the largest tensor. Folders that dead publishers left are swept
 when the next one starts: a living one holds a lock on its folder.
 """
 
@@ -46,6 +46,9 @@ VARIANTS = "variants"
 TOKENIZER = "tokenizer"
 _COMMITTED = "commit_success.txt"
 _SYNCS = 16
+# Bytes of small arrays that are held and written together.
+_IN_FLIGHT = 4 * 2**20
+_WRITERS = 16
 
 
 class StoreWriteFailed(OSError):
@@ -91,10 +94,12 @@ class Written:
     tokenizer: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-class _OneAtATime(ocp.type_handlers.NumpyHandler):
-    """Has orbax write `LazyArray` leaves one after another, as the NumPy arrays that they make.
+class _Streaming(ocp.type_handlers.NumpyHandler):
+    """Has orbax write `LazyArray` leaves in turn, as the NumPy arrays that they make.
 
-    In the checkpoint they are NumPy arrays like any other: orbax restores them without this.
+    Large ones are made and written one by one, small ones a few together, since each write waits
+    for the disk. In the checkpoint they are NumPy arrays like any other: orbax restores them
+    without this.
     """
 
     def __init__(self, written: Written):
@@ -107,18 +112,33 @@ class _OneAtATime(ocp.type_handlers.NumpyHandler):
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> Sequence[Any]:
-        """Makes, describes and writes each array before the next one is made."""
-        for index, value in enumerate(values):
-            info = infos[index]
-            stored = self._make(str(info.name), value)
-            save_args = [args[index]] if args else None
-            try:
-                for commit in await super().serialize([stored], [info], save_args):
-                    commit.result()
-            except Exception as error:
-                reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-                raise StoreWriteFailed(f"{info.name} could not be written ({reason})") from error
+        """Makes, describes and writes the arrays, at most `_IN_FLIGHT` bytes or one at a time."""
+        args = args or [ocp.SaveArgs()] * len(values)
+        writing: list[tuple[str, Any]] = []
+        size = 0
+        for value, info, save_args in zip(values, infos, args, strict=True):
+            if size + value.nbytes > _IN_FLIGHT or len(writing) == _WRITERS:
+                self._wait(writing)
+                writing, size = [], 0
+            array = self._make(str(info.name), value)
+            commits = await super().serialize([array], [info], [save_args])
+            writing += [(str(info.name), commit) for commit in commits]
+            size += value.nbytes
+        self._wait(writing)
         return []
+
+    def _wait(self, writing: list[tuple[str, Any]]) -> None:
+        """Waits until all are written; each one ends before the first failure is raised."""
+        failed: list[tuple[str, Exception]] = []
+        for leaf, commit in writing:
+            try:
+                commit.result()
+            except Exception as error:
+                failed.append((leaf, error))
+        if failed:
+            leaf, error = failed[0]
+            reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+            raise StoreWriteFailed(f"{leaf} could not be written ({reason})") from error
 
     def _make(self, leaf: str, value: LazyArray) -> np.ndarray:
         array = value.produce()
@@ -137,20 +157,21 @@ class _OneAtATime(ocp.type_handlers.NumpyHandler):
         return stored
 
 
-class _ErrorsOnly(logging.Filter):
+class _Nothing(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
+        return False
 
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-    """Keeps orbax's warnings about features that are switched off here from the terminal."""
-    logger, errors_only = logging.getLogger("absl"), _ErrorsOnly()
-    logger.addFilter(errors_only)
+    """Keeps from the terminal what orbax logs: features switched off here, and failures, which are
+    raised here as errors."""
+    logger, nothing = logging.getLogger("absl"), _Nothing()
+    logger.addFilter(nothing)
     try:
         yield
     finally:
-        logger.removeFilter(errors_only)
+        logger.removeFilter(nothing)
 
 
 class Publisher:
@@ -240,7 +261,7 @@ class Publisher:
 
     def _save(self, tree: Mapping[str, Any], written: Written) -> None:
         registry = ocp.type_handlers.create_type_handler_registry(
-            (LazyArray, _OneAtATime(written)), (jax.Array, ocp.type_handlers.ArrayHandler())
+            (LazyArray, _Streaming(written)), (jax.Array, ocp.type_handlers.ArrayHandler())
         )
         handler = ocp.PyTreeCheckpointHandler(
             use_ocdbt=False,

@@ -85,8 +85,8 @@ def test_a_dtype_without_a_reading(family, tmp_path: Path) -> None:
 
 
 def test_settings_that_change_the_arithmetic(family, tmp_path: Path) -> None:
-    folder = family.write(tmp_path / "bad", family.base, rope_scaling={"type": "linear"})
-    with pytest.raises(SourceError, match="bad: config.json sets rope_scaling"):
+    folder = family.write(tmp_path / "bad", family.base, hidden_act="gelu")
+    with pytest.raises(SourceError, match="bad: config.json sets hidden_act"):
         open_folder(folder)
 
 

@@ -58,10 +58,11 @@ def _no_file_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_no_room_for_the_base(sources, tmp_path: Path) -> None:
+def test_no_room_for_the_base(sources, tmp_path: Path, capfd) -> None:
     with _no_file_larger_than(1000), pytest.raises(StoreWriteFailed, match="could not be written"):
         convert_base(sources[0], tmp_path / "s")
     assert not (tmp_path / "s" / "base").exists()
+    assert capfd.readouterr() == ("", "")
     convert_base(sources[0], tmp_path / "s")
     assert Store(tmp_path / "s").verify() == []
 
@@ -122,8 +123,8 @@ def converting(step):
     convert_variant(source, store, "one", progress=die_at(step))
 
 def writing():
-    make, tick = publish._OneAtATime._make, die_at(6)
-    publish._OneAtATime._make = lambda *args: (tick(), make(*args))[1]
+    make, tick = publish._Streaming._make, die_at(6)
+    publish._Streaming._make = lambda *args: (tick(), make(*args))[1]
     converting(99)
 
 def syncing():

@@ -1,0 +1,82 @@
+"""From a store to the shapes in memory: what a bank has to hold, and the base on the devices."""
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from zen_jax.checkpoint.manifest import Corrupt, Manifest
+from zen_jax.checkpoint.store import Store
+from zen_jax.config import ModelConfig
+from zen_jax.delta.bank import BankSchema, LeafSchema
+from zen_jax.delta.widen import HeldShape
+from zen_jax.engine import place_params
+from zen_jax.layout import Params
+from zen_jax.sharding import Placement
+
+_log = logging.getLogger(__name__)
+
+# What is being done, how many steps are done, how many there are.
+Progress = Callable[[str, int, int], None]
+
+MAX_SLOTS = 14
+
+
+def bank_schema(store: Store, slots: int | None = None) -> BankSchema:
+    """A bank with room for every variant that a store has now.
+
+    Args:
+      store: the store; a variant whose manifest is damaged is left out, and said so in the log.
+      slots: M; None takes as many as there are variants, at most 14.
+
+    Raises:
+      BaseCorrupt: the base's manifest is damaged.
+    """
+    leaves: list[dict[str, LeafSchema]] = []
+    configs: list[ModelConfig] = []
+    names = store.names()
+    for name in names:
+        try:
+            manifest = store.manifest(store.variant(name))
+        except Corrupt as error:  # requests for it are told
+            _log.warning("%s", error)
+            continue
+        leaves.append(_leaves(manifest))
+        configs.append(manifest.config)
+    if slots is None:
+        slots = max(1, min(MAX_SLOTS, len(names)))
+    return BankSchema.covering(store.base().config, slots, leaves, configs)
+
+
+def _leaves(manifest: Manifest) -> dict[str, LeafSchema]:
+    whole = {"dense", "whole"}
+    return {
+        name: LeafSchema(tensor.levels, bool(whole & set(tensor.parts)))
+        for name, tensor in manifest.tensors.items()
+    }
+
+
+def read_base(
+    store: Store,
+    held: HeldShape,
+    placement: Placement | None = None,
+    progress: Progress | None = None,
+) -> Params:
+    """Reads a store's base onto the devices, in the dtype that it is stored in.
+
+    Args:
+      store: the store.
+      held: the shape that it is to have in memory.
+      placement: the mesh, or None for one device.
+      progress: told what is read, how many tensors are done and how many there are.
+
+    Raises:
+      BaseCorrupt: a file is damaged.
+    """
+    names = list(store.base().tensors)
+    tensors: dict[str, np.ndarray] = {}
+    for i, name in enumerate(names):
+        if progress is not None:
+            progress("reading the base", i, len(names))
+        tensors[name] = store.base_tensor(name)
+    return place_params(held.config, held.fuse_base(tensors), placement)
