@@ -451,6 +451,7 @@ class TableMachine(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.now += seconds
         self.apply(self.cache.tick(self.now))
+        assert self.cache.wake_at > self.now, "it would be woken for nothing, again and again"
 
     @invariant()
     def the_table_says_what_happened(self) -> None:
