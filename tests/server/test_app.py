@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -25,15 +26,15 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def check(channel: grpc.aio.Channel, *names: str) -> list[int]:
-    stub = health_pb2_grpc.HealthStub(channel)
+    stub: Any = health_pb2_grpc.HealthStub(channel)
     answers = [await stub.Check(health_pb2.HealthCheckRequest(service=name)) for name in names]
     return [answer.status for answer in answers]
 
 
 async def until(channel: grpc.aio.Channel, name: str, status: int) -> None:
-    request = health_pb2.HealthCheckRequest(service=name)
+    stub: Any = health_pb2_grpc.HealthStub(channel)
     async with asyncio.timeout(5):
-        async for answer in health_pb2_grpc.HealthStub(channel).Watch(request):
+        async for answer in stub.Watch(health_pb2.HealthCheckRequest(service=name)):
             if answer.status == status:
                 return
 

@@ -1,0 +1,261 @@
+"""The `zen` command: what it prints, and one line and status 2 for whatever it cannot do."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from server import cli
+from server.app import ServeOptions, running
+from server.client import ZenClient
+from zen_jax.checkpoint.store import Store
+
+COMMANDS = [
+    ("convert", "base"),
+    ("convert", "variant"),
+    ("verify",),
+    ("ls",),
+    ("serve",),
+    ("client",),
+]
+
+
+@pytest.fixture
+def zen(capsys: pytest.CaptureFixture[str]):
+    """Runs a command line: (status, stdout, stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        status = cli.run([str(argument) for argument in arguments])
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(zen, command):
+    status, out, _ = zen(*command, "--help")
+    assert status == 0
+    assert f"Example: zen {' '.join(command)}" in re.sub(r"\s+", " ", out)
+
+
+def test_help_needs_no_jax():
+    code = "import sys; from server.cli import run; run(['--help']); print('jax' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.splitlines()[-1] == "False"
+
+
+def test_a_store_is_made_listed_and_verified(zen, tiny_folders, tmp_path):
+    store = tmp_path / "store"
+    status, out, _ = zen("convert", "base", tiny_folders["base"], store, "--json")
+    assert status == 0
+    base = json.loads(out)
+    status, out, _ = zen("convert", "variant", tiny_folders["tiny-a"], store, "mine", "--json")
+    assert (status, json.loads(out)["version"]) == (0, 1)
+    status, out, _ = zen(
+        *("convert", "variant", tiny_folders["tiny-a"], store, "mine"),
+        *("--scale", "matrix", "--levels", 2, "--embed", "whole"),
+    )
+    assert status == 0
+    assert "mine version 2" in out
+
+    status, out, _ = zen("ls", store, "--json")
+    listed = json.loads(out)
+    assert status == 0
+    assert listed["base"]["digest"] == base["digest"]
+    assert [(v["name"], v["version"]) for v in listed["variants"]] == [("mine", 1), ("mine", 2)]
+    first, second = listed["variants"]
+    assert first["bytes"] < second["bytes"]
+    assert first["ratio"] == pytest.approx(first["bytes"] / first["full_copy_bytes"], abs=1e-6)
+    status, out, _ = zen("ls", store)
+    assert status == 0
+    assert f"{first['bytes']:,}" in out
+
+    status, out, _ = zen("verify", store)
+    assert (status, out) == (0, "whole: the base and 2 versions of 1 variants\n")
+    manifest = Store(store).manifest(Store(store).variant("mine", 1))
+    file = next(name for name, entry in manifest.files.items() if entry.size > 100)
+    damaged = store / "variants" / "mine" / "1" / file
+    data = bytearray(damaged.read_bytes())
+    data[50] ^= 1
+    damaged.write_bytes(data)
+    status, out, _ = zen("verify", store)
+    assert status == 1
+    assert out.startswith(f"mine/1: {file}")
+    status, out, _ = zen("verify", store, "--json")
+    assert status == 1
+    assert json.loads(out)["findings"][0]["file"] == file
+
+
+def test_a_damaged_manifest_is_listed(zen, tiny_store, tmp_path):
+    store = tmp_path / "store"
+    shutil.copytree(tiny_store, store)
+    (store / "variants" / "tiny-b" / "1" / "manifest.json").write_text("{}")
+    status, out, _ = zen("ls", store)
+    assert status == 0
+    assert "damaged" in out
+    assert "tiny-c" in out
+    listed = json.loads(zen("ls", store, "--json")[1])["variants"]
+    assert [("damaged" in row) for row in listed] == [False, True, False]
+    assert zen("verify", store)[0] == 1
+
+
+@pytest.fixture
+def unreadable(tmp_path: Path) -> Path:
+    """A folder whose config.json is a folder."""
+    folder = tmp_path / "unreadable"
+    (folder / "config.json").mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bogus",),
+        ("convert",),
+        ("convert", "base"),
+        ("convert", "base", "{missing}", "{new}"),
+        ("convert", "base", "{file}", "{new}"),
+        ("convert", "base", "{unreadable}", "{new}"),
+        ("convert", "base", "{base}", "{store}"),
+        ("convert", "base", "{base}", "{file}"),
+        ("convert", "base", "{base}", "{new}", "--shards", "0"),
+        ("convert", "variant", "{base}", "{new}", "name"),
+        ("convert", "variant", "{missing}", "{store}", "name"),
+        ("convert", "variant", "{base}", "{store}", "../name"),
+        ("convert", "variant", "{base}", "{store}", "base"),
+        ("convert", "variant", "{base}", "{store}", "name", "--scale", "column"),
+        ("convert", "variant", "{base}", "{store}", "name", "--levels", "9"),
+        ("verify", "{new}"),
+        ("verify", "{file}"),
+        ("ls", "{new}"),
+        ("ls",),
+        ("serve", "{new}"),
+        ("serve", "{store}", "--port", "70000"),
+        ("serve", "{store}", "--rows", "none"),
+        ("serve", "{store}", "--port", "0", "--max-length", "100000"),
+        ("serve", "{store}", "--host", "256.0.0.1", "--port", "0"),
+        ("client",),
+        ("client", "base"),
+        ("client", "base", "Hi", "--address", "127.0.0.1:1"),
+        ("client", "--list", "--address", "127.0.0.1:1"),
+        ("client", "base", "Hi", "--seed", "-1"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    zen, tiny_folders, tiny_store, tmp_path, unreadable, arguments
+):
+    (tmp_path / "file").write_text("text")
+    before = sorted(tiny_store.rglob("*"))
+    places = {
+        "missing": tmp_path / "missing",
+        "new": tmp_path / "new",
+        "file": tmp_path / "file",
+        "unreadable": unreadable,
+        "base": tiny_folders["base"],
+        "store": tiny_store,
+    }
+    status, out, err = zen(*(argument.format(**places) for argument in arguments))
+    assert status == 2
+    if arguments == ("convert",):  # help was shown
+        assert "Usage" in out + err
+        return
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert re.match(r"zen: .{10,}", err)
+    assert sorted(tiny_store.rglob("*")) == before
+    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
+
+
+def test_a_fault_of_the_program_is_not_called_bad_input(zen, tiny_store, monkeypatch):
+    def fail(self):
+        raise KeyError("fault")
+
+    monkeypatch.setattr(Store, "names", fail)
+    with pytest.raises(KeyError):
+        zen("ls", tiny_store)
+
+
+def test_nobody_reads_the_output(tiny_store):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "server.cli", "ls", str(tiny_store)]
+    process = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (process.returncode, process.stderr) == (1, "")
+
+
+@pytest.mark.usefixtures("compiled")
+def test_the_client_asks_and_lists(zen, tiny_store):
+    options = ServeOptions(port=0, rows=2, max_length=64)
+    with running(Store(tiny_store), options) as server:
+        at = ("--address", server.address)
+        few = ("--max-tokens", 3, "--seed", 5, "--temperature", "0.5", "--top-k", 4, "--top-p", 1)
+        status, out, _ = zen("client", "tiny-a", "Hi", *at, *few, "--json")
+        answer = json.loads(out)
+        assert status == 0
+        assert len(answer["token_ids"]) == 3
+        assert answer["completion"]["seed"] == "5"
+        assert answer["completion"]["model"]["name"] == "tiny-a"
+        status, out, err = zen("client", "tiny-a", "Hi", *at, *few)
+        assert (status, out) == (0, answer["text"] + "\n")
+        assert re.search(r"tiny-a version 1: 3 tokens, length, seed 5, first token .* ms", err)
+        asked = json.loads(zen("client", "base", "Hi", *at, "--chat", "--json", *few)[1])
+        assert asked["completion"]["usage"]["prompt_tokens"] == 4  # <|bos|>, H, i, end of line
+
+        status, out, _ = zen("client", "--list", *at)
+        assert status == 0
+        assert re.search(r"tiny-a +1 +resident +0", out)
+        listed = json.loads(zen("client", "--list", *at, "--json")[1])
+        assert [variant["name"] for variant in listed["variants"]][-1] == "tiny-c"
+
+        for bad in (("nobody", "Hi"), ("base", ""), ("base", "Hi", "--max-tokens", 0)):
+            status, out, err = zen("client", *bad, *at)
+            assert (status, out.strip()) == (2, "")
+            assert len(err.splitlines()) == 1
+
+
+@pytest.fixture
+def serving(tiny_store, compiled):
+    """`zen serve` in a process of its own, ready: (process, address)."""
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    arguments = ("serve", tiny_store, "--port", 0, "--rows", 2, "--max-length", 64)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server.cli", *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    ready = re.fullmatch(r"ready on (\S+): base, tiny-a, tiny-b, tiny-c\n", line)
+    assert ready, line + process.communicate()[1]
+    yield process, ready[1]
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_what_runs_finish(serving, number):
+    process, address = serving
+    with ZenClient(address) as client:
+        stream = client.stream("tiny-a", "Hi", max_tokens=60, ignore_eos=True)
+        texts = iter(stream)
+        next(texts)
+        process.send_signal(number)
+        for _ in texts:
+            pass
+        assert stream.generation.completion.usage.completion_tokens == 60
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in err
