@@ -23,6 +23,7 @@ from zen_jax.spelling import Spelling
 
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # the largest published ones have some 40 MB
 MAX_CONFIG_BYTES = 16 * 1024 * 1024  # a tokenizer_config.json may list thousands of added tokens
+MAX_TOKENS = 4 * 1024 * 1024
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -66,6 +67,9 @@ class Tokenizer:
         """
         self._names = dict(names or {})
         self._backend = backend
+        self.vocab_size = 1 + max(backend.get_vocab().values(), default=-1)
+        if self.vocab_size > MAX_TOKENS:
+            raise ValueError(f"a token has the id {self.vocab_size - 1}; expected < {MAX_TOKENS}")
         backend.no_truncation()
         backend.no_padding()
         ids = {name: self._id_of(name) for name in ("bos_token", "eos_token")}
@@ -75,7 +79,6 @@ class Tokenizer:
         backend.encode_special_tokens = True
 
         added = backend.get_added_tokens_decoder()
-        self.vocab_size = max(backend.get_vocab_size(), 1 + max(added, default=-1))
         self._special = {token.content: token for token in added.values() if token.special}
         self._special_ids = {token.content: i for i, token in added.items() if token.special}
         # The unknown token stands for text that has no other; that is no harm unless it ends one.
@@ -110,11 +113,7 @@ class Tokenizer:
             raise ValueError(
                 f"{path} is missing; save the tokenizer in the fast format (tokenizer.json)"
             )
-        source = _read(path, MAX_TOKENIZER_BYTES)
-        try:
-            backend = tokenizers.Tokenizer.from_str(source)
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path} is no tokenizer: {error}") from None
+        backend = _backend(path)
         config = _read_json(folder / "tokenizer_config.json")
         add_bos = config.get("add_bos_token")
         if not isinstance(add_bos, bool | None):
@@ -388,6 +387,18 @@ def _read(path: Path, limit: int) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
+
+
+def _backend(path: Path) -> tokenizers.Tokenizer:
+    source = _read(path, MAX_TOKENIZER_BYTES)
+    try:
+        return tokenizers.Tokenizer.from_str(source)
+    except BaseException as error:
+        # The library raises plain Exception, and for some damage its Rust code panics, which
+        # derives from BaseException and would end the thread.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{path} is no tokenizer: {error}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

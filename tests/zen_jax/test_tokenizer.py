@@ -553,6 +553,22 @@ def test_missing_damaged_and_huge_files_are_named(
         Tokenizer.from_folder(folder)
 
 
+def test_token_ids_out_of_all_proportion_are_refused(folder: Path) -> None:
+    source = json.loads((folder / "tokenizer.json").read_text())
+    source["model"]["vocab"]["A"] = 2**31
+    write(folder, "tokenizer", source)
+    with pytest.raises(ValueError, match=str(2**31)):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_panic_in_the_library_is_an_error_like_any_other(folder: Path) -> None:
+    source = json.loads(byte_merges().to_str())
+    source["model"]["continuing_subword_prefix"] = "longer than a token"
+    write(folder, "tokenizer", source)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        Tokenizer.from_folder(folder)
+
+
 @pytest.mark.parametrize(
     "decoder",
     [
