@@ -22,7 +22,6 @@ MANIFEST = "manifest.json"
 BASE = "base"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
-_KINDS = {"weight", "bits", "scale", "dense", "whole", "rows"}
 _ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 # "whole": the base's tensor itself; the others say what a variant adds to it.
 Policy = Literal["whole", "bit", "dense", "shared"]
@@ -49,7 +48,7 @@ class WrongBase(ValueError):
 
 
 class NotServedYet(ValueError):
-    """A variant that the store holds and that cannot be loaded by this version."""
+    """A variant that the store holds and that this version of the code cannot load."""
 
 
 class Corrupt(ValueError):
@@ -308,7 +307,7 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
 def _check_parts(name: str, tensor: TensorEntry, files: Mapping[str, FileEntry]) -> None:
     """Raises ManifestError unless a tensor's arrays are possible and lie in listed files."""
     kinds = set(tensor.parts)
-    if not kinds <= _KINDS or ("bits" in kinds) != ("scale" in kinds):
+    if ("bits" in kinds) != ("scale" in kinds):
         raise ManifestError(f"gives {name} the parts {sorted(kinds)}")
     for part in tensor.parts.values():
         numbers = (*part.shape, part.shards)

@@ -46,6 +46,7 @@ from zen_jax.delta.format import WeightDelta
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _READERS = 8
+_LOADED = {"bits", "scale", "dense", "whole", "rows"}
 
 # (what is worked on, bytes done, bytes in all)
 Progress = Callable[[str, int, int], None]
@@ -211,13 +212,13 @@ class Store:
 
         Every file of the variant is read once and checked in memory. The head is there if the base
         or the variant has one of its own; where only the variant has, it is a difference to the
-        embedding. Where the variant keeps a matrix whole, the base's is read too, and the
-        difference given in float32.
+        embedding. Rows that only the variant has are the tail, in its own dtype. Where the variant
+        keeps a matrix whole, the base's is read too, and the difference given in float32.
 
         Raises:
           VariantCorrupt: anything at all is damaged, missing or too much; the file is named.
           WrongBase: it was made against another base.
-          NotServedYet: it has more vocabulary rows than the base.
+          NotServedYet: a later version of this code made it, with parts that are not known here.
         """
         manifest = self.manifest(variant)
         if manifest.base_digest != self.base().digest:
@@ -225,28 +226,29 @@ class Store:
                 f"{variant} was made against another base ({manifest.base_digest[:12]}) than this "
                 f"store's ({self.base().digest[:12]}); convert it again"
             )
-        tensors, its = manifest.tensors, self.base().tensors
-        wider = [name for name, t in tensors.items() if t.shape != its[t.against or name].shape]
-        if wider:
+        kinds = {kind for tensor in manifest.tensors.values() for kind in tensor.parts}
+        if not kinds <= _LOADED:
             raise NotServedYet(
-                f"{variant} has more vocabulary rows than the base in {', '.join(wider)}; "
-                "it is kept whole, but cannot be served by this version"
+                f"{variant} has parts of a kind that this version does not know: "
+                f"{', '.join(sorted(kinds - _LOADED))}; serve it with the version that made it"
             )
         arrays = _read_all(self._folder(*_steps(variant)), manifest, str(variant))
         return {
-            name: WeightDelta(
-                bits=arrays.get(f"{name}.bits"),
-                scale=arrays.get(f"{name}.scale"),
-                dense=self._difference(tensor.against or name, arrays[f"{name}.whole"])
-                if "whole" in tensor.parts
-                else arrays.get(f"{name}.dense"),
-            )
-            for name, tensor in tensors.items()
+            name: self._delta(tensor.against or name, name, arrays)
+            for name, tensor in manifest.tensors.items()
         }
 
-    def _difference(self, base: str, tuned: np.ndarray) -> np.ndarray:
-        """float32: a fine-tune's tensor less the base's."""
-        return tuned.astype(np.float32) - self.base_tensor(base).astype(np.float32)
+    def _delta(self, base: str, name: str, arrays: Mapping[str, np.ndarray]) -> WeightDelta:
+        """One tensor's parts as they are held in memory."""
+        dense, tail = arrays.get(f"{name}.dense"), arrays.get(f"{name}.rows")
+        whole = arrays.get(f"{name}.whole")
+        if whole is not None:
+            start = self.base_tensor(base).astype(np.float32)
+            dense = whole[: start.shape[0]].astype(np.float32) - start
+            tail = whole[start.shape[0] :] if whole.shape[0] > start.shape[0] else None
+        return WeightDelta(
+            arrays.get(f"{name}.bits"), arrays.get(f"{name}.scale"), dense=dense, tail=tail
+        )
 
     def tokenizer_files(self, variant: Variant | None) -> dict[str, bytes]:
         """A variant's tokenizer files, or the base's: name -> contents, checked.

@@ -15,7 +15,6 @@ from zen_jax.checkpoint.manifest import (
     BaseExists,
     NameRefused,
     NotAStore,
-    NotServedYet,
     WrongBase,
 )
 from zen_jax.checkpoint.safetensors import SourceError
@@ -178,21 +177,24 @@ def test_more_vocabulary_rows_are_kept_whole(family, store: Store, tmp_path: Pat
     extra = np.full((1, 16), 0.5, ml_dtypes.bfloat16)
     tuned = {**family.tuned, EMBED: np.concatenate([family.tuned[EMBED], extra])}
     source = family.write(tmp_path / "t", tuned, vocab_size=41)
-    convert_variant(source, store.path, "wider")
-    variant = store.variant("wider")
-    manifest = store.manifest(variant)
-    entry = manifest.tensors[EMBED]
-    assert manifest.config.vocab_size == 41
-    assert entry.policy == "bit" and entry.shape == (41, 16)
-    assert entry.parts["bits"].shape == (1, 40, 2)
-    assert entry.parts["rows"].shape == (1, 16)
-    raw = (variant.path / entry.parts["rows"].files()[0]).read_bytes()
-    assert raw == extra.tobytes()
-    bits = (variant.path / entry.parts["bits"].files()[0]).read_bytes()
     expected, _ = compress_tensor(family.base[EMBED], family.tuned[EMBED])
-    assert bits == expected.bits.tobytes()
-    with pytest.raises(NotServedYet, match=f"more vocabulary rows than the base in {EMBED}"):
-        store.read_variant(variant)
+    for embed in ("bit", "whole", "shared"):
+        convert_variant(source, store.path, embed, embed=embed)
+        variant = store.variant(embed)
+        manifest, found = store.manifest(variant), store.read_variant(variant)[EMBED]
+        assert manifest.config.vocab_size == 41
+        assert manifest.tensors[EMBED].shape == (41, 16)
+        assert found.tail.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(found.tail, extra)
+        if embed == "bit":
+            np.testing.assert_array_equal(found.bits, expected.bits)
+            np.testing.assert_array_equal(found.scale, expected.scale)
+        elif embed == "whole":
+            rebuilt = family.base[EMBED].astype(np.float32) + found.dense
+            np.testing.assert_array_equal(rebuilt, family.tuned[EMBED].astype(np.float32))
+        else:
+            assert found.bits is None and found.dense is None
+            assert manifest.tensors[EMBED].policy == "shared"
     assert not store.verify()
 
 
