@@ -284,6 +284,8 @@ class _Conversion:
             for pair in pairs:
                 self._convert(pair, spool)
                 meter.advance(pair.name, sizes[pair.name])
+            if not self._problems and not self._tree:
+                self._problems.append("no tensor differs from the base's; there is nothing to keep")
             if self._problems:
                 raise SourceError(self._source.name, self._problems)
             tokenizer, borrowed = self._tokenizer()

@@ -91,7 +91,7 @@ class Store:
         self._base: tuple[tuple[int, int, int], Manifest] | None = None
         if create:
             self._create()
-        elif not (self.path / BASE / MANIFEST).is_file():
+        elif not any(_is_folder(self.path / name) for name in (BASE, VARIANTS)):
             raise NotAStore(
                 f"{path} is not a store; make one with `zen convert base SRC {self.path.name}`"
             )
@@ -120,7 +120,7 @@ class Store:
         try:
             state = os.stat(folder / MANIFEST, follow_symlinks=False)
         except OSError as error:
-            raise BaseCorrupt(BASE, MANIFEST, "is missing") from error
+            raise BaseCorrupt(BASE, MANIFEST, f"cannot be read ({error.strerror})") from error
         key = (state.st_ino, state.st_mtime_ns, state.st_size)
         if self._base is None or self._base[0] != key:
             self._base = key, _read_manifest(folder, BASE, 0, BaseCorrupt)

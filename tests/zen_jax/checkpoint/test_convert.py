@@ -220,6 +220,12 @@ def test_another_architecture_is_refused_with_every_difference(family, store, tm
     assert "rope_theta 500000.0; the base has 10000.0" in text
 
 
+def test_the_base_itself_is_no_variant(sources, store: Store) -> None:
+    with pytest.raises(SourceError, match="base: no tensor differs from the base's"):
+        convert_variant(sources[0], store.path, "v")
+    assert store.names() == ["one"]
+
+
 @pytest.mark.parametrize("kind", ["base", "variant"])
 def test_values_that_are_not_finite_are_all_named(family, store, tmp_path, kind: str) -> None:
     tensors = {name: w.copy() for name, w in family.tuned.items()}

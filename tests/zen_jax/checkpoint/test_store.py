@@ -291,6 +291,20 @@ def test_the_bases_damage_is_told_apart(store: Store) -> None:
         store.read_variant(store.variant("one"))
 
 
+@pytest.mark.parametrize("lost", ["manifest", "folder"])
+def test_a_store_that_lost_its_base(store: Store, lost: str) -> None:
+    if lost == "manifest":
+        (store.path / "base" / MANIFEST).unlink()
+    else:
+        shutil.rmtree(store.path / "base")
+    store = Store(store.path)
+    with pytest.raises(BaseCorrupt, match="base: "):
+        store.base()
+    with pytest.raises(BaseCorrupt, match="base: "):
+        store.read_variant(store.variant("one"))
+    assert [f.where for f in store.verify()] == ["base"]
+
+
 def test_verify_reports_every_damaged_file(store: Store) -> None:
     assert store.verify() == []
     rng = random.Random(5)
