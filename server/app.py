@@ -27,11 +27,10 @@ from server.service import GenerateService, Limits
 from server.status import ErrorInterceptor
 from server.worker import Worker
 from zen.v1 import generate_pb2, generate_pb2_grpc, variants_pb2, variants_pb2_grpc
-from zen_jax.checkpoint.manifest import Corrupt, Manifest, Variant
+from zen_jax.checkpoint.load import bank_schema, read_base
+from zen_jax.checkpoint.manifest import Variant
 from zen_jax.checkpoint.store import Store
-from zen_jax.delta.bank import BankSchema, LeafSchema
-from zen_jax.engine import Engine, EngineConfig, place_params
-from zen_jax.layout import fuse
+from zen_jax.engine import Engine, EngineConfig
 from zen_jax.residency import CacheConfig
 from zen_jax.sharding import Placement, make_mesh
 from zen_jax.tokenizer import Tokenizer
@@ -47,7 +46,6 @@ LIVE = "live"
 GENERATE = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name
 VARIANTS = variants_pb2.DESCRIPTOR.services_by_name["VariantService"].full_name
 
-_MAX_SLOTS = 14
 _MAX_LENGTH = 1024
 _TOKENIZERS_KEPT = 256
 _HEARTBEAT_S = 0.5
@@ -244,8 +242,8 @@ def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Eng
     Raises:
         ValueError: the base is damaged, or the options do not fit the model or the machine.
     """
-    base = store.base()
-    config = base.config
+    schema = bank_schema(store, options.slots)
+    config = schema.held.config
     length = min(_MAX_LENGTH, config.max_position)
     sizes = EngineConfig(
         rows=options.rows,
@@ -253,13 +251,9 @@ def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Eng
         dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
     )
     mesh = _mesh(options.devices)
-    tensors = {}
-    for i, name in enumerate(base.tensors):
-        progress("reading the base", i, len(base.tensors))
-        tensors[name] = store.base_tensor(name)
     placement = None if mesh is None else Placement.of(config, mesh)
-    params = place_params(config, fuse(config, tensors), placement)
-    engine = Engine(config, params, sizes, _schema(store, options.slots), mesh)
+    params = read_base(store, schema.held, placement, progress)
+    engine = Engine(params, sizes, schema, mesh)
     engine.warm_up(lambda name, done, total: progress(f"compiling: {name}", done, total))
     return engine
 
@@ -371,24 +365,3 @@ def _mesh(devices: int | None) -> Mesh | None:
     if devices is None:
         devices = 1 if jax.default_backend() == "cpu" else len(jax.devices())
     return None if devices == 1 else make_mesh(model=devices)
-
-
-def _schema(store: Store, slots: int | None) -> BankSchema:
-    """Room for every variant that the store has now."""
-    variants: list[dict[str, LeafSchema]] = []
-    names = store.names()
-    for name in names:
-        try:
-            variants.append(_leaves(store.manifest(store.variant(name))))
-        except Corrupt as error:  # its own requests are told
-            _log.warning("%s", error)
-    if slots is None:
-        slots = max(1, min(_MAX_SLOTS, len(names)))
-    return BankSchema.covering(store.base().config, slots, variants)
-
-
-def _leaves(manifest: Manifest) -> dict[str, LeafSchema]:
-    return {
-        name: LeafSchema(tensor.levels, "dense" in tensor.parts)
-        for name, tensor in manifest.tensors.items()
-    }

@@ -279,8 +279,8 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, float | Llama3Rope | None]:
         return theta, None
     if kind == "linear":
         return theta, float(rule["factor"])
-    *factors, original = (rule[name] for name in names["llama3"])
-    return theta, Llama3Rope(*(float(factor) for factor in factors), int(original))
+    factor, low, high, original = (rule[name] for name in names["llama3"])
+    return theta, Llama3Rope(float(factor), float(low), float(high), int(original))
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -18,13 +18,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zen_jax.config import ModelConfig
 from zen_jax.delta.apply import bind
-from zen_jax.delta.bank import BankSchema, slot_axes, write_slot
+from zen_jax.delta.bank import BankSchema, DeltaBank, slot_axes, write_slot
 from zen_jax.delta.format import WeightDelta
 from zen_jax.kv_cache import KV_AXES, LayerCache, make_cache, write_row
-from zen_jax.layout import Params, ParamSpec, fuse_delta, map_specs
-from zen_jax.model import make_merge
+from zen_jax.layout import Params, ParamSpec, map_specs
+from zen_jax.model import Transformer, make_merge
 from zen_jax.sampling import RowSampling, SamplingParams, sample
 from zen_jax.sharding import Placement
+
+# An array on host or device, or where one lies.
+Array = Any
 
 BASE_SLOT = -1
 
@@ -77,10 +80,10 @@ class DecodeState:
     """
 
     cache: list[LayerCache]
-    lengths: jax.Array
-    tokens: jax.Array
-    slots: jax.Array
-    active: jax.Array
+    lengths: Array
+    tokens: Array
+    slots: Array
+    active: Array
     sampling: RowSampling
 
 
@@ -98,9 +101,9 @@ class Prefilled:
     """
 
     cache: list[LayerCache]
-    length: jax.Array
-    token: jax.Array
-    slot: jax.Array
+    length: Array
+    token: Array
+    slot: Array
     sampling: RowSampling
 
 
@@ -123,14 +126,13 @@ class Engine:
     """The compiled functions of one base model and its bank.
 
     Attributes:
-      config: the architecture.
+      config: the architecture as held; see `zen_jax.delta.widen`.
       sizes: what was fixed at start.
       schema: the shapes of the bank.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
         params: Params,
         sizes: EngineConfig,
         schema: BankSchema,
@@ -139,15 +141,15 @@ class Engine:
         """Takes the base's parameters; compiles nothing yet.
 
         Args:
-          config: the model.
-          params: the base's arrays, placed by `place_params` on the same mesh.
+          params: the base's arrays as held, placed by `place_params` on the same mesh.
           sizes: rows, lengths, buckets.
-          schema: the shapes of the bank.
+          schema: the shapes of the bank and of the model.
           mesh: axes (data, model), or None for one device.
 
         Raises:
           ValueError: max_length is above the model's positions.
         """
+        config = schema.held.config
         if sizes.max_length > config.max_position:
             raise ValueError(
                 f"max_length is {sizes.max_length}; the model has {config.max_position} positions"
@@ -158,21 +160,20 @@ class Engine:
         self._merge = make_merge(config, self.placement)
         self._dtype = jnp.dtype(sizes.dtype)
         state = self._state_shardings()
-        bank = map_specs(lambda spec: self._slot_shardings(spec, stacked=True), config)
-        out = {"out_shardings": state} if mesh is not None else {}
+        bank = self._bank_shardings(stacked=True)
         # Partial functions, since equal functions would share their compiled programs, and counts.
-        self._prefill = jax.jit(self._prefill_step)
-        self._insert = jax.jit(functools.partial(_insert), donate_argnums=0, **out)
-        self._release = jax.jit(functools.partial(_release), donate_argnums=0, **out)
-        self._decode = jax.jit(
-            self._decode_step,
-            donate_argnums=2,
-            **({"out_shardings": (state, self._replicated())} if mesh is not None else {}),
+        self._prefill: Any = jax.jit(self._prefill_step)
+        self._insert: Any = jax.jit(
+            functools.partial(_insert), donate_argnums=0, out_shardings=state
         )
-        self._write_slot = jax.jit(
-            functools.partial(write_slot),
-            donate_argnums=0,
-            **({"out_shardings": bank} if mesh is not None else {}),
+        self._release: Any = jax.jit(
+            functools.partial(_release), donate_argnums=0, out_shardings=state
+        )
+        self._decode: Any = jax.jit(
+            self._decode_step, donate_argnums=2, out_shardings=(state, self._replicated())
+        )
+        self._write_slot: Any = jax.jit(
+            functools.partial(write_slot), donate_argnums=0, out_shardings=bank
         )
 
     @property
@@ -199,11 +200,11 @@ class Engine:
         )
         return state if self.placement is None else jax.device_put(state, self._state_shardings())
 
-    def init_bank(self) -> Params:
+    def init_bank(self) -> DeltaBank:
         """A bank in which every slot reads as the base."""
         return self.schema.empty(self.placement)
 
-    def stage(self, tensors: Mapping[str, WeightDelta]) -> Params:
+    def stage(self, tensors: Mapping[str, WeightDelta]) -> DeltaBank:
         """Brings a variant's deltas into the bank's shapes and onto the device; from any thread.
 
         Args:
@@ -213,12 +214,10 @@ class Engine:
           DoesNotFit: the bank has no room for one of its parts.
           ValueError: the tensors are not this model's.
         """
-        fitted = self.schema.fit(fuse_delta(self.config, tensors))
-        where = map_specs(lambda spec: self._slot_shardings(spec, stacked=False), self.config)
-        staged = jax.device_put(fitted, None if self.placement is None else where)
-        return jax.block_until_ready(staged)
+        fitted = self.schema.fit(tensors)
+        return jax.block_until_ready(jax.device_put(fitted, self._bank_shardings(stacked=False)))
 
-    def write_slot(self, bank: Params, slot: int, staged: Params) -> Params:
+    def write_slot(self, bank: DeltaBank, slot: int, staged: DeltaBank) -> DeltaBank:
         """The bank with one slot replaced; `bank` is donated.
 
         Raises:
@@ -230,7 +229,7 @@ class Engine:
 
     def prefill(
         self,
-        bank: Params,
+        bank: DeltaBank,
         slot: int,
         token_ids: Sequence[int],
         sampling: SamplingParams,
@@ -281,7 +280,7 @@ class Engine:
         self._check_row(row)
         return self._insert(state, prefilled, np.int32(row))
 
-    def decode(self, bank: Params, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+    def decode(self, bank: DeltaBank, state: DecodeState) -> tuple[DecodeState, jax.Array]:
         """One token for every active row; `state` is donated.
 
         Returns:
@@ -308,7 +307,7 @@ class Engine:
         total = len(buckets) + 3
         tell = progress or (lambda name, done, total: None)
         tell("bank", 0, total)
-        empty = fuse_empty(self.config)
+        empty = fuse_empty(self.schema.held.base)
         bank = self.write_slot(self.init_bank(), 0, self.stage(empty))
         state = self.init_state()
         for i, bucket in enumerate(buckets):
@@ -328,37 +327,48 @@ class Engine:
     def _prefill_step(
         self,
         params: Params,
-        bank: Params,
+        bank: DeltaBank,
         tokens: jax.Array,
         length: jax.Array,
         slot: jax.Array,
         sampling: RowSampling,
         sample_index: jax.Array,
     ) -> Prefilled:
-        model = self._merge(bind(params, bank, slot))
+        model = self._merge(bind(params, bank.weights, slot))
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         hidden, cache = model(tokens, positions, dtype=self._dtype)
         last = jax.lax.dynamic_slice_in_dim(hidden, length[0] - 1, 1, axis=1)
         own = sampling.for_sample(sample_index)
-        token = sample(self._whole(model.logits(last)[:, 0]), own, length)
+        token = sample(self._logits(model, last, bank, slot), own, length)
         return Prefilled(cache, length, token, slot, own)
 
     def _decode_step(
-        self, params: Params, bank: Params, state: DecodeState
+        self, params: Params, bank: DeltaBank, state: DecodeState
     ) -> tuple[DecodeState, jax.Array]:
-        model = self._merge(bind(params, bank, state.slots))
+        model = self._merge(bind(params, bank.weights, state.slots))
         at = jnp.where(state.active, state.lengths, self.sizes.max_length)
         hidden, cache = model(state.tokens[:, None], at[:, None], state.cache, self._dtype)
         lengths = jnp.where(state.active, state.lengths + 1, state.lengths)
-        logits = self._whole(model.logits(hidden)[:, 0])
+        logits = self._logits(model, hidden, bank, state.slots)
         tokens = sample(logits, state.sampling, lengths)
         new = dataclasses.replace(state, cache=cache, lengths=lengths, tokens=tokens)
         return new, tokens
 
-    def _whole(self, logits: jax.Array) -> jax.Array:
-        """Logits brought together on every device, once, before tokens are chosen from them."""
+    def _logits(
+        self, model: Transformer, hidden: jax.Array, bank: DeltaBank, slots: jax.Array
+    ) -> jax.Array:
+        """Logits float32[B, V] of hidden states [B, 1, D], on a mesh brought together once, on
+        every device; tokens that a row's variant does not have are at -inf."""
+        logits = model.logits(hidden)[:, 0]
         where = self._replicated()
-        return logits if where is None else jax.lax.with_sharding_constraint(logits, where)
+        if where is not None:
+            logits = jax.lax.with_sharding_constraint(logits, where)
+        if not self.schema.held.tail:
+            return logits
+        valid = (slots >= 0) & (slots < self.schema.slots)
+        own = bank.vocab[jnp.where(valid, slots, 0)]
+        size = jnp.where(valid, own, self.schema.held.base.vocab_size)
+        return jnp.where(jnp.arange(logits.shape[1]) < size[:, None], logits, -jnp.inf)
 
     def _replicated(self) -> Any:
         return (
@@ -378,17 +388,21 @@ class Engine:
             sampling=RowSampling(rest, rest, rest, rest),
         )
 
-    def _slot_shardings(self, spec: ParamSpec, *, stacked: bool) -> WeightDelta:
-        """Where the parts of one weight lie, in a slot or stacked in the bank."""
-        if self.placement is None:
-            return WeightDelta()
-        lead = (None,) if stacked else ()
+    def _bank_shardings(self, *, stacked: bool) -> DeltaBank | None:
+        """Where the parts of a slot lie, or of the bank when stacked."""
         place = self.placement
-        return jax.tree.map(
-            lambda axes: place.sharding((*lead, *axes)),
-            slot_axes(spec, self.schema.leaf(spec)),
-            is_leaf=lambda node: isinstance(node, tuple),
-        )
+        if place is None:
+            return None
+        lead = (None,) if stacked else ()
+
+        def parts(spec: ParamSpec) -> WeightDelta:
+            return jax.tree.map(
+                lambda axes: place.sharding((*lead, *axes)),
+                slot_axes(self.schema, spec),
+                is_leaf=lambda node: isinstance(node, tuple),
+            )
+
+        return DeltaBank(map_specs(parts, self.config), place.sharding(lead))
 
 
 def fuse_empty(config: ModelConfig) -> dict[str, WeightDelta]:

@@ -4,12 +4,16 @@ Letters: B rows, S positions, K kv heads, H head size.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zen_jax.config import ModelConfig
 from zen_jax.sharding import Placement
+
+# An array, or where one lies.
+Array = Any
 
 KV_AXES = (None, None, "kv_heads", None)
 
@@ -19,8 +23,8 @@ KV_AXES = (None, None, "kv_heads", None)
 class LayerCache:
     """One layer's keys (already turned by rope) and values, [B, S, K, H] each."""
 
-    k: jax.Array
-    v: jax.Array
+    k: Array
+    v: Array
 
 
 def make_cache(

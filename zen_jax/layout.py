@@ -218,7 +218,7 @@ def fuse_delta(config: ModelConfig, tensors: Mapping[str, WeightDelta]) -> Param
                 for name, p in zip(spec.sources, parts, strict=True)
             ]
             dense = _fuse_rows(config, spec, whole, 0)
-        return WeightDelta(bits, scale, None, dense)
+        return WeightDelta(bits, scale, None, dense, parts[0].tail)
 
     return map_specs(fused, config)
 
@@ -244,6 +244,8 @@ def _check_delta(name: str, delta: WeightDelta, shape: tuple[int, ...]) -> None:
             )
         if delta.scale is None or delta.scale.shape not in ((levels, shape[0]), (levels, 1)):
             raise ValueError(f"{name}: scale does not fit bits of shape {delta.bits.shape}")
+    if delta.tail is not None and (name not in (EMBED, HEAD) or delta.tail.shape[1:] != shape[1:]):
+        raise ValueError(f"{name}: a tail of shape {delta.tail.shape} belongs to no vocabulary")
     if delta.dense is not None and tuple(delta.dense.shape) != shape:
         raise ValueError(f"{name}: dense part has shape {delta.dense.shape}; expected {shape}")
 

@@ -67,9 +67,15 @@ def linear(
             f"x has shape {x.shape}; expected [B, T, {base.shape[-1]}] for this weight"
         )
     bank, slots = as_bank(w, x.shape[0]) if isinstance(w, Weight) else (WeightDelta(), None)
+    tail, bank = bank.tail, dataclasses.replace(bank, tail=None)
     if placement is None:
-        return _local(x, base, bank, slots)
-    return _sharded(x, base, bank, slots, axes, placement)
+        y = _local(x, base, bank, slots)
+    else:
+        y = _sharded(x, base, bank, slots, axes, placement)
+    if tail is None or slots is None:
+        return y
+    more = _dense_rows(x, tail, slots).astype(y.dtype)
+    return y.at[..., -tail.shape[1] :].add(more)
 
 
 def _local(x: jax.Array, base: jax.Array, bank: WeightDelta, slots: jax.Array | None) -> jax.Array:
@@ -169,8 +175,32 @@ def embed(
     base = w.base if isinstance(w, Weight) else w
     bank, slots = as_bank(w, ids.shape[0]) if isinstance(w, Weight) else (WeightDelta(), None)
     over = None if placement is None else placement.mesh_axis(axes[0])
+    tail, bank = bank.tail, dataclasses.replace(bank, tail=None)
     if placement is None or over is None:
-        return _embed_local(ids, base, bank, slots).astype(dtype)
+        y = _embed_local(ids, base, bank, slots)
+    else:
+        y = _embed_sharded(ids, base, bank, slots, over, placement)
+    if tail is not None and slots is not None:
+        y += _embed_tail(ids - (base.shape[0] - tail.shape[1]), tail, slots)
+    return y.astype(dtype)
+
+
+def _embed_tail(ids: jax.Array, tail: jax.Array, slots: jax.Array) -> jax.Array:
+    """Rows [B, T] of each slot's tail [M, E, D] in float32; zeros for ids below 0."""
+    valid = (slots >= 0) & (slots < tail.shape[0])
+    found = tail[jnp.where(valid, slots, 0)[:, None], jnp.maximum(ids, 0)].astype(jnp.float32)
+    return jnp.where((valid[:, None] & (ids >= 0))[..., None], found, 0.0)
+
+
+def _embed_sharded(
+    ids: jax.Array,
+    base: jax.Array,
+    bank: WeightDelta,
+    slots: jax.Array | None,
+    over: str,
+    placement: Placement,
+) -> jax.Array:
+    """`embed` inside shard_map: each shard looks up the tokens whose rows it has."""
 
     def shard(ids: Any, base: Any, bank: WeightDelta, slots: Any) -> jax.Array:
         local = ids - jax.lax.axis_index(over) * base.shape[0]
@@ -189,7 +219,7 @@ def embed(
         in_specs=(PartitionSpec(), PartitionSpec(over, None), specs, PartitionSpec()),
         out_specs=PartitionSpec(),
         check_vma=False,
-    )(ids, base, bank, slots).astype(dtype)
+    )(ids, base, bank, slots)
 
 
 def _embed_local(

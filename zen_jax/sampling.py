@@ -5,10 +5,14 @@ noise depends on its seed and position alone, so a request gives the same tokens
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# An array on host or device, or where one lies.
+Array = Any
 
 _OFF = -jnp.inf
 
@@ -81,10 +85,10 @@ class RowSampling:
       key: uint32[B, 2], key data made of the seed (threefry).
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    key: jax.Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    key: Array
 
     @classmethod
     def empty(cls, rows: int) -> "RowSampling":

@@ -42,7 +42,7 @@ def base(config: ModelConfig) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def make_variant(config: ModelConfig, base: dict[str, Any]) -> Callable[..., Deltas]:
-    """Makes a variant's deltas by Hugging Face tensor from a seed and options of compress_tensor."""
+    """Makes deltas by Hugging Face tensor from a seed and options of compress_tensor."""
     tensors: Tensors = {name: np.asarray(w) for name, w in unfuse(config, base).items()}
 
     def make(seed: int, **options: Any) -> Deltas:

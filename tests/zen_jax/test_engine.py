@@ -31,7 +31,7 @@ REQUESTS = [
 
 def make_engine(config, base, mesh=None) -> Engine:
     placed = place_params(config, base, None if mesh is None else Placement.of(config, mesh))
-    return Engine(config, placed, SIZES, BankSchema.covering(config, VARIANTS), mesh)
+    return Engine(placed, SIZES, BankSchema.covering(config, VARIANTS), mesh)
 
 
 def fill_bank(engine: Engine, make_variant) -> Any:
@@ -146,8 +146,8 @@ def test_eight_devices_give_the_tokens_of_one(
     got = generate(engine, bank, dict(enumerate(REQUESTS)))
     assert np.array_equal(got, mixed)
     split = "model" if model <= 4 else None
-    assert bank["layers"][0]["qkv"].bits.sharding.spec[2] == split
-    assert bank["layers"][0]["down"].bits.sharding.spec[-1] == "model"
+    assert bank.weights["layers"][0]["qkv"].bits.sharding.spec[2] == split
+    assert bank.weights["layers"][0]["down"].bits.sharding.spec[-1] == "model"
 
 
 def test_no_weight_is_gathered_on_a_mesh(config, base, make_variant, devices) -> None:
@@ -169,7 +169,7 @@ def test_temporaries_of_a_step_are_bounded(monkeypatch) -> None:
     wide = ModelConfig(512, 1024, 2048, 1, 8, 8, 128, 64, tie_word_embeddings=True)
     base = init_params(wide, jax.random.key(0), jnp.bfloat16)
     sizes = EngineConfig(rows=4, max_length=32, prefill_buckets=(16,))
-    engine = Engine(wide, base, sizes, BankSchema.covering(wide, 3))
+    engine = Engine(base, sizes, BankSchema.covering(wide, 3))
     bank, state = engine.init_bank(), engine.init_state()
     memory = engine._decode.lower(base, bank, state).compile().memory_analysis()
     largest = 2 * 2048 * 1024  # gate_up, elements
@@ -195,7 +195,7 @@ def test_bad_prefills_are_refused(engine, bank, slot: int, prompt: list, message
 
 def test_bad_sizes_are_refused(config, base, engine) -> None:
     with pytest.raises(ValueError, match="max_length is 256; the model has 128"):
-        Engine(config, base, EngineConfig(max_length=256), BankSchema.covering(config, 1))
+        Engine(base, EngineConfig(max_length=256), BankSchema.covering(config, 1))
     with pytest.raises(ValueError, match="rows is 0"):
         EngineConfig(rows=0)
     with pytest.raises(ValueError, match="dtype is 'int8'"):

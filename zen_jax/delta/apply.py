@@ -30,7 +30,7 @@ def bind(params: Params, deltas: Params, slots: jax.Array | None = None) -> Para
 
 
 def effective_weight(base: jax.Array, delta: WeightDelta) -> jax.Array:
-    """base + alpha S + b a + dense in float32, [*out, I].
+    """base + alpha S + b a + dense, and the tail's rows, in float32, [*out, I].
 
     Args:
       base: [*out, I].
@@ -48,6 +48,8 @@ def effective_weight(base: jax.Array, delta: WeightDelta) -> jax.Array:
         whole += product
     if delta.dense is not None:
         whole += jnp.asarray(delta.dense, jnp.float32)
+    if delta.tail is not None:
+        whole = whole.at[-delta.tail.shape[0] :].add(jnp.asarray(delta.tail, jnp.float32))
     return whole
 
 

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from pallas_kernels.packing import packed_size
 from zen_jax.config import ModelConfig
-from zen_jax.delta.format import WeightDelta
-from zen_jax.layout import Params, ParamSpec, map_specs
+from zen_jax.delta.format import Array, WeightDelta
+from zen_jax.delta.widen import HeldShape
+from zen_jax.layout import EMBED, HEAD, Params, ParamSpec, map_specs
 from zen_jax.sharding import Placement
 
 
@@ -35,17 +37,31 @@ class LeafSchema:
     dense: bool
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaBank:
+    """The resident variants; one variant's slot has the same parts without the axis M.
+
+    Attributes:
+      weights: a tree of `WeightDelta` in the shape of ``Params``, each part with M in front.
+      vocab: int32[M], how many tokens each variant has.
+    """
+
+    weights: Params
+    vocab: Array
+
+
 @dataclasses.dataclass(frozen=True)
 class BankSchema:
     """The shapes of a bank.
 
     Attributes:
-      config: the base's architecture.
+      held: the shape in which the base and its variants are held.
       slots: M, how many variants are resident at most.
-      leaves: a `LeafSchema` for each of the base's Hugging Face tensors.
+      leaves: a `LeafSchema` for each Hugging Face tensor as held.
     """
 
-    config: ModelConfig
+    held: HeldShape
     slots: int
     leaves: Mapping[str, LeafSchema]
 
@@ -55,7 +71,11 @@ class BankSchema:
 
     @classmethod
     def covering(
-        cls, config: ModelConfig, slots: int, variants: Iterable[Mapping[str, LeafSchema]] = ()
+        cls,
+        config: ModelConfig,
+        slots: int,
+        variants: Iterable[Mapping[str, LeafSchema]] = (),
+        configs: Iterable[ModelConfig] = (),
     ) -> "BankSchema":
         """The least schema that holds 1-bit variants with whole vectors, and all of `variants`.
 
@@ -63,7 +83,9 @@ class BankSchema:
           config: the base's architecture.
           slots: M.
           variants: what each known variant has, by Hugging Face tensor.
+          configs: each known variant's own architecture, for its vocabulary and tying.
         """
+        held = HeldShape.of(config, configs)
         leaves: dict[str, LeafSchema] = {}
 
         def start(spec: ParamSpec) -> None:
@@ -71,22 +93,25 @@ class BankSchema:
             for name in spec.sources:
                 leaves[name] = LeafSchema(0 if vector else 1, vector)
 
-        map_specs(start, config)
+        map_specs(start, held.config)
         for variant in variants:
-            for name, leaf in variant.items():
-                if name in leaves:
-                    mine = leaves[name]
-                    leaves[name] = LeafSchema(
-                        max(mine.levels, leaf.levels), mine.dense or leaf.dense
-                    )
-        return cls(config, slots, leaves)
+            own = dict(variant)
+            own.setdefault(HEAD, own.get(EMBED, LeafSchema(0, False)))  # a tied head's delta
+            for name in leaves.keys() & own.keys():
+                mine, leaf = leaves[name], own[name]
+                leaves[name] = LeafSchema(max(mine.levels, leaf.levels), mine.dense or leaf.dense)
+        return cls(held, slots, leaves)
 
     def leaf(self, spec: ParamSpec) -> LeafSchema:
         """The room for a fused weight: the most that its tensors ask for."""
         parts = [self.leaves[name] for name in spec.sources]
         return LeafSchema(max(p.levels for p in parts), any(p.dense for p in parts))
 
-    def empty(self, placement: Placement | None = None) -> Params:
+    def tail(self, spec: ParamSpec) -> int:
+        """Rows of a tail for a weight: of embedding and head, where a variant has more."""
+        return self.held.tail if spec.sources[0] in (EMBED, HEAD) else 0
+
+    def empty(self, placement: Placement | None = None) -> DeltaBank:
         """A bank of zeros: every slot reads as the base.
 
         Args:
@@ -107,23 +132,38 @@ class BankSchema:
                 scale = zeros(lead, jnp.float32, (None, None, *axes[:-1]))
             if leaf.dense:
                 dense = zeros((m, *spec.shape), jnp.float32, (None, *axes))
-            return WeightDelta(bits, scale, None, dense)
+            more, tail = self.tail(spec), None
+            if more:
+                tail = zeros((m, more, spec.shape[-1]), jnp.bfloat16, (None, None, None))
+            return WeightDelta(bits, scale, None, dense, tail)
 
-        return map_specs(stacked, self.config)
+        vocab = jnp.full((self.slots,), self.held.base.vocab_size, jnp.int32)
+        if placement is not None:
+            vocab = jax.device_put(vocab, placement.sharding((None,)))
+        return DeltaBank(map_specs(stacked, self.held.config), vocab)
 
-    def fit(self, deltas: Params) -> Params:
-        """A variant's tree with exactly the parts of a slot; absent ones are zero.
+    def fit(self, tensors: Mapping[str, WeightDelta]) -> DeltaBank:
+        """One variant in the shape of a slot; parts that it lacks are zero.
 
         Args:
-          deltas: a tree of `WeightDelta` as `zen_jax.layout.fuse_delta` makes it, in host memory.
+          tensors: its deltas by Hugging Face tensor, in host memory.
 
         Returns:
-          NumPy arrays in the shape of one slot.
+          NumPy arrays.
 
         Raises:
           DoesNotFit: a part has more levels than the bank, or is dense or low-rank where the bank
-            has no room; the tensors and the limit are named.
+            has no room, or the vocabulary is larger than planned; tensor and limit are named.
+          ValueError: the tensors are not this model's.
         """
+        added = getattr(tensors.get(EMBED), "tail", None)
+        more = 0 if added is None else added.shape[0]
+        if more > self.held.tail or (HEAD in tensors and self.held.config.tie_word_embeddings):
+            raise DoesNotFit(
+                f"the variant has {more} more vocabulary rows than the base and "
+                f"{'a' if HEAD in tensors else 'no'} head of its own; the bank has room for "
+                f"{self.held.tail} more rows, and a head only if it was started with one"
+            )
 
         def fitted(spec: ParamSpec, delta: WeightDelta) -> WeightDelta:
             leaf, names = self.leaf(spec), ", ".join(spec.sources)
@@ -145,28 +185,36 @@ class BankSchema:
                 dense = np.zeros(spec.shape, np.float32)
                 if delta.dense is not None:
                     dense[...] = delta.dense
-            return WeightDelta(bits, scale, None, dense)
+            room, tail = self.tail(spec), None
+            if room:
+                tail = np.zeros((room, spec.shape[-1]), ml_dtypes.bfloat16)
+                if delta.tail is not None:
+                    tail[...] = delta.tail
+            return WeightDelta(bits, scale, None, dense, tail)
 
-        return map_specs(fitted, self.config, deltas)
+        weights = map_specs(fitted, self.held.config, self.held.fuse_variant(tensors))
+        return DeltaBank(weights, np.int32(self.held.base.vocab_size + more))
 
 
-def slot_axes(spec: ParamSpec, leaf: LeafSchema) -> WeightDelta:
-    """Logical axes of each part of one slot, as a `WeightDelta` of tuples."""
+def slot_axes(schema: BankSchema, spec: ParamSpec) -> WeightDelta:
+    """Logical axes of each part of one weight's slot, as a `WeightDelta` of tuples."""
+    leaf = schema.leaf(spec)
     return WeightDelta(
         bits=(None, *spec.axes) if leaf.levels else None,
         scale=(None, *spec.axes[:-1]) if leaf.levels else None,
         dense=spec.axes if leaf.dense else None,
+        tail=(None, None) if schema.tail(spec) else None,
     )
 
 
-def write_slot(bank: Params, slot: jax.Array, deltas: Params) -> Params:
+def write_slot(bank: DeltaBank, slot: jax.Array, variant: DeltaBank) -> DeltaBank:
     """The bank with one slot replaced, every leaf of it; to be jitted with `bank` donated.
 
     Args:
       bank: as `BankSchema.empty` makes it.
       slot: int32 scalar in 0..M-1.
-      deltas: as `BankSchema.fit` makes it, on the device.
+      variant: as `BankSchema.fit` makes it, on the device.
     """
     return jax.tree.map(
-        lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, slot, 0), bank, deltas
+        lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, slot, 0), bank, variant
     )

@@ -24,12 +24,15 @@ class WeightDelta:
       scale: float32[levels, *out], or float32[levels, 1, ...] for one scale a matrix.
       low_rank: (a[R, I], b[*out, R]) in float32 or bfloat16; adds b @ a.
       dense: [*out, I], the difference itself.
+      tail: [E, I], the last E output rows themselves, where the base has none: rows of a larger
+        vocabulary. The base's rows there are zeros.
     """
 
     bits: Array | None = None
     scale: Array | None = None
     low_rank: tuple[Array, Array] | None = None
     dense: Array | None = None
+    tail: Array | None = None
 
     def __post_init__(self) -> None:
         if (self.bits is None) != (self.scale is None):
@@ -38,7 +41,7 @@ class WeightDelta:
     @property
     def empty(self) -> bool:
         """Whether nothing is added: the base's tensor is used as it is."""
-        return self.bits is None and self.low_rank is None and self.dense is None
+        return not jax.tree.leaves(self)
 
     @property
     def nbytes(self) -> int:
