@@ -201,6 +201,35 @@ def client(
     command.generate(address, model, prompt, options, chat=chat, as_json=as_json)
 
 
+@app.command(epilog="Example: zen demo --serve")
+def demo(
+    serve: Annotated[bool, typer.Option("--serve", help="Go on serving afterwards.")] = False,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="STORE", help="Keep the store here; else temporary.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    family: Annotated[
+        Path | None, typer.Option(help="The family's folder; else the repository's.")
+    ] = None,
+    probes: Annotated[
+        int, typer.Option(min=1, help="Unseen inputs that each skill is scored on, at most 32.")
+    ] = 32,
+    as_json: AsJson = False,
+) -> None:
+    """Convert the demo family, serve all of it, and show what each model answers."""
+    from server.commands import demo as command
+    from server.demo import FAMILY
+
+    command.run(
+        FAMILY if family is None else family,
+        keep=keep,
+        port=port,
+        probes=probes,
+        serve=serve,
+        as_json=as_json,
+    )
+
+
 def main() -> None:
     """Runs the command line and exits with its status."""
     sys.exit(run(sys.argv[1:]))
