@@ -220,6 +220,17 @@ def test_another_architecture_is_refused_with_every_difference(family, store, tm
     assert "rope_theta 500000.0; the base has 10000.0" in text
 
 
+def test_a_head_that_tying_would_lose_is_refused(family, store: Store, tmp_path: Path) -> None:
+    source = family.write(tmp_path / "t", {**family.tuned, HEAD: family.base[EMBED]})
+    for convert in (
+        lambda: convert_base(source, tmp_path / "s"),
+        lambda: convert_variant(source, store.path, "v"),
+    ):
+        with pytest.raises(SourceError, match=f"{HEAD} differs from {EMBED}"):
+            convert()
+    assert store.names() == ["one"] and not (tmp_path / "s").exists()
+
+
 def test_the_base_itself_is_no_variant(sources, store: Store) -> None:
     with pytest.raises(SourceError, match="base: no tensor differs from the base's"):
         convert_variant(sources[0], store.path, "v")
