@@ -216,7 +216,8 @@ async def ask_family(
         fitting = await crowd.ask("fitting prompts", own)
         seconds = time.perf_counter() - began
         tokens = crowd.tokens
-        of_base = await crowd.ask("fitting prompts", [(BASE, *rest) for _, *rest in own])
+        as_base = [(BASE, prompt, temperature) for _, prompt, temperature in own]
+        of_base = await crowd.ask("fitting prompts", as_base)
         right = {}
         for name, chosen in asked.items():
             questions = [(name, probe.prompt, 0.0) for probe in chosen]

@@ -70,7 +70,7 @@ def _show(members: Sequence[Member], found: Findings, probes: int) -> None:
     out = console.stdout()
     out.print(_same_table(found.same), _fitting_table(members, found, probes))
     out.print(
-        f"Scores are exact matches (1 is best; {members and _counted(members, probes)}), or for "
+        f"Scores are exact matches (1 is best; {_counted(members, probes)}), or for "
         "texts bits per byte (b/B, less is better). Base and full precision as recorded with the "
         "family; delta over gRPC now, for texts (*) as recorded.\n"
         f"TTFT and tokens/s of each stream are its client's, all {len(members)} streams at once; "
@@ -133,9 +133,8 @@ def _scores(member: Member, found: Findings, probes: int) -> tuple[str, str, str
 
 
 def _quoted(text: str) -> str:
-    """A text on one line, its end cut off when it is long."""
-    text = text.replace("\n", "\\n")
-    return f"'{text}'" if len(text) <= _SHOWN else f"'{text[:_SHOWN]}'..."
+    """A text on one line, without control characters, its end cut off when it is long."""
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}..."
 
 
 def _show_how_to_go_on(address: str | None, keep: Path | None) -> None:

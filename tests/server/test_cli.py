@@ -32,7 +32,8 @@ def zen(capsys: pytest.CaptureFixture[str]):
 
     def run(*arguments: object) -> tuple[int, str, str]:
         status = cli.run([str(argument) for argument in arguments])
-        return (status, *capsys.readouterr())
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
 
     return run
 
