@@ -1,18 +1,23 @@
 """A fine-tuned tensor to packed signs and scales: BitDelta, arXiv:2402.10193, eq. 1 to 3.
 
 W_ft ~ W_base + alpha sign(W_ft - W_base), alpha the mean of |delta| over a row of outputs (or over
-the matrix, as published). That is the least-squares scale for these signs. Everything is float32.
+the matrix, as published). That is the least-squares scale for these signs. Deltas are float32, sums
+float64; a block of rows is worked on at a time.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 
-from pallas_kernels.packing import pack_signs
+from pallas_kernels.packing import pack_signs, packed_size
 from zen_jax.delta.format import WeightDelta
 
 ScaleKind = Literal["row", "matrix"]
+
+# Elements that are worked on at once.
+_BLOCK = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,29 +62,58 @@ def compress_tensor(
         raise ValueError(f"levels is {levels}; expected 1 or more")
     if scale not in ("row", "matrix"):
         raise ValueError(f"scale is {scale!r}; expected 'row' or 'matrix'")
-    start = base.astype(np.float32)
-    rest = tuned.astype(np.float32) - start
-    if not np.isfinite(rest).all():
-        raise ValueError("a delta is not finite; look for NaN or infinity in base or fine-tune")
-    norm = float(np.linalg.norm(rest))
-    zeros = float(np.mean(rest == 0)) if rest.size else 0.0
-    bits, scales = [], []
-    for _ in range(levels):
-        packed = pack_signs(rest)
-        axis = 1 if scale == "row" else None
-        alpha = np.mean(np.abs(rest), axis=axis, keepdims=True, dtype=np.float64)
-        alpha = alpha.astype(np.float32)
-        signs = np.unpackbits(packed, axis=-1, count=rest.shape[1], bitorder="little")
-        rest = rest - alpha * (signs.astype(np.float32) * 2 - 1)
-        bits.append(packed)
-        scales.append(alpha.reshape(-1))
+    outputs, size = base.shape
+    bits = np.zeros((levels, outputs, packed_size(size)), np.uint8)
+    scales = np.zeros((levels, outputs if scale == "row" else 1), np.float32)
+    zeros, base_squares, squares, left = 0, 0.0, 0.0, 0.0
+    for level in range(levels):
+        absolute, left = np.zeros(outputs), 0.0
+        for rows in _blocks(outputs, size):
+            start = base[rows].astype(np.float32)
+            rest = tuned[rows].astype(np.float32) - start
+            if not level:
+                zeros += int(np.count_nonzero(rest == 0))
+                base_squares += _sum_of_squares(start)
+                squares += _sum_of_squares(rest)
+                if not np.isfinite(squares):
+                    raise ValueError(
+                        "a delta is not finite; look for NaN or infinity in base or fine-tune"
+                    )
+            _subtract(rest, bits[:level, rows], scales[:level], rows)
+            bits[level, rows] = pack_signs(rest, rows.start * size)
+            absolute[rows] = np.abs(rest).sum(axis=1, dtype=np.float64)
+            left += _sum_of_squares(rest)
+        alpha = absolute / max(size, 1)
+        scales[level] = alpha if scale == "row" else alpha.mean()
+        # ||r - alpha s||^2 = ||r||^2 - n alpha^2, since s . r is the sum of |r|.
+        exact = alpha if scale == "row" else np.full(outputs, alpha.mean())
+        left = max(left - size * float(np.square(exact).sum()), 0.0)
     stats = TensorStats(
-        zeros=zeros,
+        zeros=zeros / max(base.size, 1),
         alpha_mean=float(scales[0].mean()),
-        base_rms=float(np.sqrt(np.mean(np.square(start, dtype=np.float64)))),
-        relative_error=float(np.linalg.norm(rest)) / norm if norm else 0.0,
+        base_rms=float(np.sqrt(base_squares / max(base.size, 1))),
+        relative_error=float(np.sqrt(left / squares)) if squares else 0.0,
     )
-    return WeightDelta(bits=np.stack(bits), scale=np.stack(scales)), stats
+    return WeightDelta(bits=bits, scale=scales), stats
+
+
+def _blocks(outputs: int, size: int) -> Iterator[slice]:
+    """Rows that are worked on at once, so that a matrix of any size takes little memory."""
+    step = max(1, _BLOCK // max(size, 1))
+    for start in range(0, outputs, step):
+        yield slice(start, min(start + step, outputs))
+
+
+def _sum_of_squares(values: np.ndarray) -> float:
+    return float(np.square(values, dtype=np.float64).sum())
+
+
+def _subtract(rest: np.ndarray, bits: np.ndarray, scales: np.ndarray, rows: slice) -> None:
+    """Takes the levels that are done off a block of the delta, in place."""
+    for packed, scale in zip(bits, scales, strict=True):
+        signs = np.unpackbits(packed, axis=-1, count=rest.shape[1], bitorder="little")
+        alpha = scale if scale.size == 1 else scale[rows, None]
+        rest -= alpha * (signs.astype(np.float32) * 2 - 1)
 
 
 def keep_vector(base: np.ndarray, tuned: np.ndarray) -> WeightDelta:

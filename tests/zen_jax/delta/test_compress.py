@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.packing import pack_signs
+from zen_jax.delta import compress
 from zen_jax.delta.apply import effective_weight
 from zen_jax.delta.compress import compress_tensor, keep_vector
+from zen_jax.delta.format import WeightDelta
 
 ROW = np.array([[0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8, 0.9]], np.float32)
 
@@ -87,6 +89,27 @@ def test_deltas_are_taken_against_the_base_as_stored() -> None:
     delta, _ = compress_tensor(base, tuned)
     assert np.array_equal(delta.bits, pack_signs(np.array([[[1.0, -1.0]]])))
     np.testing.assert_allclose(delta.scale, [[0.001]], rtol=1e-3)
+
+
+@pytest.mark.parametrize("scale", ["row", "matrix"])
+def test_blocks_of_rows_change_nothing(scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(6)
+    base = rng.normal(size=(37, 24)).astype(np.float32)
+    tuned = base + np.where(rng.random(base.shape) < 0.4, 0, rng.normal(size=base.shape))
+    tuned = tuned.astype(np.float32)
+    whole, figures = compress_tensor(base, tuned, scale=scale, levels=3)
+    monkeypatch.setattr(compress, "_BLOCK", 100)
+    parts, others = compress_tensor(base, tuned, scale=scale, levels=3)
+    assert np.array_equal(whole.bits, parts.bits)
+    np.testing.assert_allclose(whole.scale, parts.scale, rtol=1e-6)
+    assert figures.zeros == others.zeros > 0.3
+    left = tuned - np.asarray(effective_weight(base, _broadcast(parts)))
+    error = np.linalg.norm(left) / np.linalg.norm(tuned - base)
+    assert others.relative_error == pytest.approx(error, rel=1e-4)
+
+
+def _broadcast(delta: WeightDelta) -> WeightDelta:
+    return WeightDelta(delta.bits, np.broadcast_to(delta.scale, delta.bits.shape[:2]))
 
 
 @pytest.mark.parametrize(
