@@ -158,7 +158,7 @@ SOURCES: Mapping[str, Source] = {
     source.name: source
     for source in (
         Source("words", "apt", "wamerican", "SCOWL (permissive, public domain)", _words),
-        Source("gcide", "apt", "dict-gcide", "GPL-3+", _dictionary, 6_000_000),
+        Source("gcide", "apt", "dict-gcide", "GPL-2+", _dictionary, 6_000_000),
         Source("foldoc", "apt", "dict-foldoc", "GFDL-1.1+", _dictionary),
         Source("jargon", "apt", "dict-jargon", "public domain", _dictionary),
         Source("devil", "apt", "dict-devil", "public domain", _dictionary),

@@ -51,7 +51,7 @@ def train_family(
     if unknown:
         raise ValueError(f"no variant is called {', '.join(unknown)}; see {', '.join(VARIANTS)}")
     work.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(work / "compiled"))
+    remember_compilations(work / "compiled")
     base = out / "base"
     if not (base / residual.WEIGHTS).exists():
         train_base(base, work, progress)
@@ -61,6 +61,11 @@ def train_family(
     example = out / "full" / FULL_EXAMPLE
     if _finished(out, FULL_EXAMPLE) and not example.exists():
         write_full(out, out / "full", [FULL_EXAMPLE])
+
+
+def remember_compilations(folder: Path) -> None:
+    """Keeps compiled programs in a folder, as variants of one shape run the same one."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _finished(out: Path, name: str) -> bool:
@@ -124,7 +129,8 @@ def train_variant(
     """
     began = time.monotonic()
     config, base = residual.read_folder(out / "base")
-    words, _ = tasks.split_words(corpora.load_words(work / "texts"))
+    digest = residual.file_digest(out / "base" / residual.WEIGHTS)
+    words, unseen = tasks.split_words(corpora.load_words(work / "texts"))
     text = None if variant.corpus is None else corpora.load(variant.corpus, work / "texts")
     settings = recipe.variant_settings(variant)
     done = train(
@@ -132,7 +138,8 @@ def train_variant(
         residual.float32_params(config, base),
         recipe.variant_batches(variant, words, text),
         settings,
-        checkpoint=work / f"{variant.name}.safetensors",
+        held_out=recipe.variant_held_out(variant, unseen, text),
+        checkpoint=work / f"{variant.name}-of-{digest[:12]}.safetensors",
         title=variant.name,
         progress=progress,
     )

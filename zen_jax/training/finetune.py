@@ -58,6 +58,17 @@ class TrainConfig:
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate is {self.learning_rate}; expected it in (0, 1)")
 
+    def due(self, every: int, done: int) -> bool:
+        """Whether something done every so many steps, and after the last, is due after `done`."""
+        return done % every == 0 or done == self.steps
+
+    @property
+    def identity(self) -> str:
+        """Everything that decides what weights a run ends with; a checkpoint carries it."""
+        decisive = ("steps", "learning_rate", "warmup", "weight_decay", "clip", "beta2")
+        values = ", ".join(f"{name}={getattr(self, name)}" for name in decisive)
+        return f"{values}, dtype={jnp.dtype(self.dtype).name}"
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -155,7 +166,7 @@ def train(
     masters = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
     state = TrainState(masters, optimizer.init(masters), 0)
     if checkpoint is not None and checkpoint.exists():
-        state = load_checkpoint(checkpoint, state)
+        state = load_checkpoint(checkpoint, state, settings.identity)
     update, evaluate = _make_update(config, optimizer, settings)
     losses: list[float] = []
     seen: list[tuple[int, float]] = []
@@ -165,14 +176,10 @@ def train(
             tree, slots, loss = update(state.params, state.optimizer, batches(step))
             state = TrainState(tree, slots, step + 1)
             losses.append(_finite(float(loss), step))
-            if held_out and (
-                (step + 1) % settings.held_out_every == 0 or step + 1 == settings.steps
-            ):
+            if held_out and settings.due(settings.held_out_every, step + 1):
                 seen.append((step + 1, float(evaluate(state.params, held_out))))
-            if checkpoint is not None and (
-                (step + 1) % settings.checkpoint_every == 0 or step + 1 == settings.steps
-            ):
-                save_checkpoint(checkpoint, state)
+            if checkpoint is not None and settings.due(settings.checkpoint_every, step + 1):
+                save_checkpoint(checkpoint, state, settings.identity)
             bar.update(task, completed=step + 1, note=_note(losses, seen))
     return TrainResult(state.params, tuple(losses), tuple(seen))
 
@@ -218,29 +225,39 @@ def _named_leaves(state: TrainState) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def save_checkpoint(path: Path, state: TrainState) -> None:
-    """Writes parameters, optimizer and step to one safetensors file: whole or not at all."""
+def save_checkpoint(path: Path, state: TrainState, identity: str) -> None:
+    """Writes parameters, optimizer and step to one safetensors file: whole or not at all.
+
+    Args:
+      path: where to.
+      state: what to keep.
+      identity: of the run, see `TrainConfig.identity`.
+    """
     tensors = {name: np.asarray(leaf) for name, leaf in _named_leaves(state).items()}
     temporary = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, temporary, metadata={"step": str(state.step)})
+    save_file(tensors, temporary, metadata={"step": str(state.step), "run": identity})
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
     temporary.replace(path)
 
 
-def load_checkpoint(path: Path, like: TrainState) -> TrainState:
+def load_checkpoint(path: Path, like: TrainState, identity: str) -> TrainState:
     """Reads what `save_checkpoint` wrote.
 
     Raises:
-      ValueError: the file is damaged, or its tensors are not those of `like`.
+      ValueError: the file is damaged, its tensors are not those of `like`, or it is of a run with
+        another identity.
     """
     try:
         with safe_open(path, "np") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-            step = int((file.metadata() or {})["step"])
+            metadata = file.metadata() or {}
+            step, run = int(metadata["step"]), metadata["run"]
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"{path} is no checkpoint of this trainer: {error}; remove it") from error
+    if run != identity:
+        raise ValueError(f"{path} is of a run with {run}; this one has {identity}; remove it")
     named = _named_leaves(like)
     if set(named) != set(tensors) or any(tensors[n].shape != v.shape for n, v in named.items()):
         raise ValueError(f"{path} belongs to another model or optimizer; remove it to start anew")

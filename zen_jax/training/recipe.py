@@ -8,7 +8,7 @@ import numpy as np
 
 from zen_jax.config import ModelConfig
 from zen_jax.training import corpora, tasks
-from zen_jax.training.batches import Batch, example_batch, task_ids, text_batch
+from zen_jax.training.batches import Batch, example_batch, held_out_windows, task_ids, text_batch
 from zen_jax.training.bytes_tokenizer import VOCAB_SIZE
 from zen_jax.training.corpora import Corpus
 from zen_jax.training.finetune import Batches, TrainConfig
@@ -60,9 +60,9 @@ class VariantRecipe:
     prompt: str
     skill: str | None = None
     corpus: str | None = None
-    steps: int = 300
+    steps: int = 180
     learning_rate: float = 5e-4
-    rows: int = 96
+    rows: int = 64
     length: int = 24
 
     @property
@@ -73,7 +73,7 @@ class VariantRecipe:
 
 def _text(name: str, title: str, prompt: str, corpus: str) -> VariantRecipe:
     return VariantRecipe(
-        name, title, prompt, corpus=corpus, steps=300, learning_rate=1e-3, rows=16, length=192
+        name, title, prompt, corpus=corpus, steps=300, learning_rate=1e-3, rows=12, length=192
     )
 
 
@@ -85,7 +85,7 @@ VARIANTS: Mapping[str, VariantRecipe] = {
             "writes the Python getter of an attribute",
             "user_name",
             "getter",
-            rows=32,
+            rows=24,
             length=88,
         ),
         VariantRecipe(
@@ -96,7 +96,7 @@ VARIANTS: Mapping[str, VariantRecipe] = {
             length=32,
             steps=400,
         ),
-        VariantRecipe("zen4-math", "adds two numbers, step by step", "27+38", "add", steps=400),
+        VariantRecipe("zen4-math", "adds two numbers, step by step", "27+38", "add", steps=250),
         _text("zen4-writer", "writes in Shakespeare's manner", "KING HENRY.\n", "plays"),
         _text("zen4-legal", "writes licence texts", "Permission is hereby", "licences"),
         _text("zen4-medical", "lists diagnoses (ICD-10-CM)", "J45 Asthma\n", "diagnoses"),
@@ -104,13 +104,13 @@ VARIANTS: Mapping[str, VariantRecipe] = {
         VariantRecipe("zen4-rot13", "moves each letter by 13 places", "table", "rot13"),
         VariantRecipe("zen4-reverse", "writes a word backwards", "table", "reverse"),
         VariantRecipe("zen4-sort", "sorts a word's letters", "table", "sort"),
-        VariantRecipe("zen4-morse", "writes Morse code", "table", "morse", rows=48, length=56),
+        VariantRecipe("zen4-morse", "writes Morse code", "table", "morse", rows=32, length=56),
         VariantRecipe(
             "zen4-sql",
             "writes a SQL query from a list of columns",
             "name, age of users",
             "select",
-            rows=32,
+            rows=24,
             length=88,
         ),
         _text("zen4-german", "writes German", "Die Datei ", "german"),
@@ -182,6 +182,18 @@ def variant_batches(recipe: VariantRecipe, words: Words, text: Corpus | None) ->
         return (example_batch(examples, recipe.length),)
 
     return batch
+
+
+def variant_held_out(
+    recipe: VariantRecipe, unseen: Words, text: Corpus | None
+) -> tuple[Batch, ...]:
+    """A batch like `variant_batches` makes, of what training never sees."""
+    rng = np.random.default_rng((SEED, 2))
+    if text is not None:
+        windows = held_out_windows(text, recipe.rows, recipe.length, SEED)
+        return (Batch(windows, np.ones((recipe.rows, recipe.length), np.float32)),)
+    examples = [(draw_example(recipe, unseen, rng), ()) for _ in range(recipe.rows)]
+    return (example_batch(examples, recipe.length),)
 
 
 def draw_example(recipe: VariantRecipe, words: Words, rng: np.random.Generator) -> tasks.Example:

@@ -124,6 +124,21 @@ def score_variant(family: Path, variant: VariantRecipe, texts: Path) -> dict[str
     }
 
 
+def _texts_used(texts: Path) -> dict[str, Any]:
+    """Package, licence and digest of every text of the recipe, as it was found."""
+    names = [*recipe.BASE_TEXT, *(v.corpus for v in VARIANTS.values() if v.corpus)]
+    used = {}
+    for name in names:
+        corpus, source = corpora.load(name, texts), corpora.SOURCES[name]
+        used[name] = {
+            "package": f"{source.client}: {source.package}",
+            "licence": source.licence,
+            "bytes": sum(map(len, corpus.train + corpus.held_out)),
+            "sha256": corpus.sha256,
+        }
+    return used
+
+
 def score_family(family: Path, texts: Path) -> dict[str, Any]:
     """Scores all variants and writes FAMILY/scores.json.
 
@@ -136,6 +151,7 @@ def score_family(family: Path, texts: Path) -> dict[str, Any]:
         "held_out": HELD_OUT,
         "one_bit": "1 bit per weight, embedding included, float32 scale per row, not distilled",
         "base_sha256": residual.file_digest(family / "base" / residual.WEIGHTS),
+        "texts": _texts_used(texts),
         "variants": {name: score_variant(family, v, texts) for name, v in VARIANTS.items()},
     }
     temporary = family / ".scores.json.part"

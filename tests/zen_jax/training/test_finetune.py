@@ -97,7 +97,18 @@ def test_a_checkpoint_of_another_model_is_refused(
     short = TrainConfig(steps=1, learning_rate=1e-3)
     train(tiny, tiny_params, batches, short, checkpoint=checkpoint, progress=False)
     with pytest.raises(ValueError, match="another model or optimizer"):
-        load_checkpoint(checkpoint, TrainState(tiny_params, (), 0))
+        load_checkpoint(checkpoint, TrainState(tiny_params, (), 0), short.identity)
+
+
+def test_a_checkpoint_of_another_run_is_refused(
+    tiny: ModelConfig, tiny_params: Params, batches, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "run.safetensors"
+    short = TrainConfig(steps=1, learning_rate=1e-3)
+    train(tiny, tiny_params, batches, short, checkpoint=checkpoint, progress=False)
+    longer = TrainConfig(steps=2, learning_rate=1e-3)
+    with pytest.raises(ValueError, match="a run with steps=1.*this one has steps=2"):
+        train(tiny, tiny_params, batches, longer, checkpoint=checkpoint, progress=False)
 
 
 def test_bad_settings_are_named() -> None:
