@@ -208,10 +208,13 @@ async def ask_family(
     asked = {member.name: member.probes[:probes] for member in members if member.probes}
     total = len(members) * 3 + 1 + sum(map(len, asked.values()))
     names = [BASE, *(member.name for member in members)]
-    own = [(m.name, m.prompt, 0.0 if m.probes else _TEXT_TEMPERATURE) for m in members]
+    warmth = {m.name: 0.0 if m.probes else _TEXT_TEMPERATURE for m in members}
+    warmth[BASE] = _TEXT_TEMPERATURE
+    own = [(m.name, m.prompt, warmth[m.name]) for m in members]
     async with AsyncZenClient(server.address) as client:
         crowd = _Crowd(client, progress, total)
-        same = await crowd.ask("one prompt to all", [(name, SAME_PROMPT, 0.0) for name in names])
+        to_all = [(name, SAME_PROMPT, warmth[name]) for name in names]
+        same = await crowd.ask("one prompt to all", to_all)
         began = time.perf_counter()
         fitting = await crowd.ask("fitting prompts", own)
         seconds = time.perf_counter() - began

@@ -148,7 +148,7 @@ def _show_how_to_go_on(address: str | None, keep: Path | None) -> None:
     at = "" if address is None else f" --address {address}"
     lines += [
         (f"zen client --list{at}", "what is served"),
-        (f"zen client zen4-math 27+38 --chat{at}", "asks one variant"),
+        (f"zen client zen4-math 27+38 --chat --temperature 0{at}", "asks one variant"),
         (f"zen client base 'Once upon a time'{at}", "asks the base"),
     ]
     width = max(len(command) for command, _ in lines)
