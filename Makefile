@@ -41,7 +41,7 @@ protos: $(STAMP)  ## Generate the code beside protos/zen/v1/*.proto again
 lock:  ## Choose the newest versions that pyproject.toml allows and pin them
 	@tools/lock
 
-family: $(STAMP)  ## Train the demo family again (hours)
+family: $(STAMP)  ## Train the demo family again (about an hour)
 	$(PY) -m zen_jax.training.family train
 
 family-full: $(STAMP)  ## Write every fine-tune of the family as a full Hugging Face folder
