@@ -4,6 +4,8 @@ Fixtures hand out classes and functions, since test modules cannot import one an
 """
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +19,14 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import save_file
 
+from server.loader import Loader
 from server.requests import Failure, Request, TokenEvent
+from server.worker import Worker
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.config import ModelConfig
 from zen_jax.convert import convert_base, convert_variant
 from zen_jax.layout import tensor_shapes
+from zen_jax.residency import CacheConfig
 from zen_jax.sampling import SamplingParams
 from zen_jax.tokenizer import Tokenizer
 from zen_jax.training.bytes_tokenizer import VOCAB_SIZE, write_tokenizer
@@ -284,6 +289,90 @@ def make_request() -> Callable[..., Request]:
         return Request(id or f"r{count}", variant, tuple(prompt), settings, seed, deadline)
 
     return make
+
+
+class World:
+    """A worker with its fake device and a store whose variants can be made to hang or fail.
+
+    Attributes:
+        gates: a variant's read waits for its event if it has one.
+        errors: a variant's read raises its error if it has one.
+        reads: names in the order in which they were read.
+    """
+
+    def __init__(
+        self,
+        fake: Any,
+        *,
+        inbox: int = 8,
+        slots: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+        **engine: Any,
+    ) -> None:
+        self.fake = fake
+        self.engine = fake.Engine(slots=slots, **engine)
+        self.gates: dict[str, threading.Event] = {}
+        self.errors: dict[str, Exception] = {}
+        self.reads: list[str] = []
+        self.loader = Loader(self._read, lambda tree: tree)
+        cache = CacheConfig(slots=slots, backoff_s=0.05, patience_s=0.05)
+        self.worker = Worker(self.engine, self.loader, cache, fake.ByteTokenizer, inbox, clock)
+
+    def _read(self, variant: Variant) -> Any:
+        self.reads.append(variant.name)
+        if variant.name in self.gates:
+            self.gates[variant.name].wait(30.0)
+        if variant.name in self.errors:
+            raise self.errors[variant.name]
+        return self.fake.read_number(variant)
+
+    @staticmethod
+    def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Wait for what another thread does."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end, "it did not happen"
+            time.sleep(0.001)
+
+    def submit(self, request: Request) -> Any:
+        caller = self.fake.Caller()
+        self.worker.submit(request, caller)
+        return caller
+
+    def answer(self, request: Request) -> Any:
+        caller = self.submit(request)
+        self.until(lambda: caller.ended)
+        return caller
+
+    def run(self, *callers: Any) -> None:
+        """Tick by hand until all have ended; loads are threads all the same."""
+        self.until(lambda: self.worker.tick(0.001) or all(caller.ended for caller in callers))
+
+    def left(self) -> tuple[int, ...]:
+        """What nobody may hold once all requests have ended."""
+        seen = self.worker.snapshot()
+        leases = sum(status.leases + status.waiting for status in seen.variants)
+        return seen.rows_in_use, seen.waiting, leases, self.engine.active(), self.loader.staged
+
+
+@pytest.fixture
+def worlds(fake: Any) -> Iterator[Callable[..., World]]:
+    """Makes worlds, and ends them."""
+    made: list[World] = []
+
+    def make(*, start: bool = True, **settings: Any) -> World:
+        world = World(fake, **settings)
+        made.append(world)
+        if start:
+            world.worker.start()
+        return world
+
+    yield make
+    for world in made:
+        for gate in world.gates.values():
+            gate.set()
+        assert world.worker.stop()
+        assert world.loader.close(10.0)
 
 
 # A model of random weights, in files.

@@ -115,7 +115,7 @@ def test_greedy_rows_follow_a_full_forward_of_the_materialised_variant(
 def test_one_variants_tree_equals_the_materialised_and_swapping_compiles_nothing(
     config, base, make_variant
 ) -> None:
-    forward = jax.jit(make_forward(config))
+    forward: Any = jax.jit(make_forward(config))
     tokens = jnp.array([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]])
     for seed in range(3):
         tree = jax.device_put(fuse_delta(config, make_variant(seed)))
