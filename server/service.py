@@ -5,6 +5,7 @@ nothing else: which variant a name means is the router's business, who runs when
 """
 
 import asyncio
+import logging
 import secrets
 import time
 import uuid
@@ -31,6 +32,8 @@ from zen.v1 import generate_pb2_grpc
 from zen_jax.checkpoint.manifest import BASE, Variant, VariantCorrupt
 from zen_jax.sampling import InvalidSampling, SamplingParams
 from zen_jax.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -164,11 +167,22 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             raise status.invalid_argument(violations)
         variant = resolve(self._router, message.model, "model")
         # The worker needs it too: found here, it is not read from files on the loop.
-        tokenizer = self._tokenizers(variant)
+        tokenizer = self._tokenizer(variant)
         token_ids = _token_ids(message, tokenizer)
         sampling = _sampling(message, len(token_ids), limits)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         return Request(uuid.uuid4().hex, variant, token_ids, sampling, seed, deadline)
+
+    def _tokenizer(self, variant: Variant | None) -> Tokenizer:
+        name = model_info(variant).name
+        try:
+            return self._tokenizers(variant)
+        except VariantCorrupt:
+            raise _damaged(name) from None
+        except (ValueError, OSError) as error:
+            _log.error("%s has no tokenizer: %s", name, error)
+            text = f"{name} has no tokenizer that can be read"
+            raise status.failed_precondition("LOAD_FAILED", name, text) from None
 
     async def _answer(
         self, request: Request, worker: GenerateWorker, context: grpc.aio.ServicerContext
@@ -353,7 +367,7 @@ def resolve(router: Router, name: str, field: str) -> Variant | None:
     except UnknownModel as error:
         raise status.not_found("zen.v1.Variant", name, str(error)) from None
     except VariantCorrupt:
-        raise status.data_loss(f"{name} is damaged in the store; run zen verify") from None
+        raise _damaged(name) from None
 
 
 def model_info(variant: Variant | None) -> pb.ModelInfo:
@@ -361,6 +375,10 @@ def model_info(variant: Variant | None) -> pb.ModelInfo:
     if variant is None:
         return pb.ModelInfo(name=BASE)
     return pb.ModelInfo(name=variant.name, version=variant.version, digest=variant.digest)
+
+
+def _damaged(name: str) -> StatusError:
+    return status.data_loss(f"{name} is damaged in the store; run zen verify")
 
 
 def _given(sampling: pb.Sampling, field: str, default):
