@@ -10,6 +10,7 @@ import functools
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,14 @@ class Member:
         if ids.min() < 0 or ids.max() >= vocab:
             raise ValueError(f"a token id is outside 0 to {vocab - 1}")
         return self._family.forward(self.params, jnp.asarray(ids, jnp.int32))[..., :vocab]
+
+    @overload
+    def generate(self, prompts: str, sampling: SamplingParams | None = None) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompts: Sequence[str], sampling: SamplingParams | None = None
+    ) -> list[Generation]: ...
 
     def generate(
         self, prompts: str | Sequence[str], sampling: SamplingParams | None = None
