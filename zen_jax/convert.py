@@ -1,4 +1,4 @@
-"""From Hugging Face folders to a store: a base as it is, a fine-tune as what it adds to the base.
+"""From checkpoints to a store: a base as it is, a fine-tune as what it adds to the base.
 
 One tensor is held at a time. Names, shapes and dtypes are compared before anything is read;
 values are checked as they are read; all problems of a source are reported together, and nothing is
@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from zen_jax.checkpoint.hf import HuggingFaceFolder, not_finite, open_folder
+from zen_jax.checkpoint.hf import not_finite
 from zen_jax.checkpoint.manifest import (
     BASE,
     BaseExists,
@@ -29,6 +29,7 @@ from zen_jax.checkpoint.manifest import (
 )
 from zen_jax.checkpoint.publish import LazyArray, Publisher, Written
 from zen_jax.checkpoint.safetensors import DTYPES, SourceError
+from zen_jax.checkpoint.source import Source, open_source
 from zen_jax.checkpoint.store import Progress, Store
 from zen_jax.config import ModelConfig
 from zen_jax.delta.compress import ScaleKind, TensorStats, compress_tensor, keep_vector
@@ -91,7 +92,7 @@ def convert_base(
     """Puts a base model into a new store.
 
     Args:
-      src: a Hugging Face folder with safetensors.
+      src: a Hugging Face folder with safetensors, or a GGUF file.
       store: the store's folder, new or empty.
       shards: files that each matrix is cut into along the dimension that a mesh shards, where that
         divides; for its variants too.
@@ -104,7 +105,7 @@ def convert_base(
     """
     started = time.perf_counter()
     _check_shards(shards)
-    source = open_folder(Path(src))
+    source = open_source(Path(src))
     source.check_spare_head()
     root = Path(store)
     target = Store(root, create=True)
@@ -126,7 +127,7 @@ def convert_variant(
     """Adds a fine-tune of the store's base, as its next version of that name.
 
     Args:
-      src: a Hugging Face folder with safetensors, of the base's architecture.
+      src: a Hugging Face folder with safetensors, or a GGUF file, of the base's architecture.
       store: the store's folder.
       name: the variant's name.
       scale: one scale a "row" of outputs, or one a "matrix".
@@ -152,7 +153,7 @@ def convert_variant(
     if type(levels) is not int or not 1 <= levels <= 8:
         raise ValueError(f"levels is {levels!r}; expected a whole number from 1 to 8")
     target = Store(Path(store))
-    source = open_folder(Path(src))
+    source = open_source(Path(src))
     source.check_spare_head()
     base = target.base()
     _check_pair(source, base)
@@ -164,9 +165,7 @@ def convert_variant(
 # ---- a base
 
 
-def _publish_base(
-    source: HuggingFaceFolder, store: Store, shards: int, progress: Progress | None
-) -> Manifest:
+def _publish_base(source: Source, store: Store, shards: int, progress: Progress | None) -> Manifest:
     meter = _Meter(progress, sum(t.size for t in source.tensors.values()))
     axes, problems = _cut_axes(source.config), list[str]()
 
@@ -224,7 +223,7 @@ class _Pair:
     base: str
 
 
-def _pairs(tuned: HuggingFaceFolder, base: Manifest) -> list[_Pair]:
+def _pairs(tuned: Source, base: Manifest) -> list[_Pair]:
     """Every tensor that a variant keeps, the head too as soon as either side has one of its own."""
     pairs = [_Pair(name, name, name) for name in sorted(tuned.tensors) if name != HEAD]
     mine, its = HEAD in tuned.tensors, HEAD in base.tensors
@@ -233,7 +232,7 @@ def _pairs(tuned: HuggingFaceFolder, base: Manifest) -> list[_Pair]:
     return pairs
 
 
-def _check_pair(source: HuggingFaceFolder, base: Manifest) -> None:
+def _check_pair(source: Source, base: Manifest) -> None:
     """Makes sure that a source is of the base's architecture.
 
     Raises:
@@ -265,9 +264,7 @@ def _check_pair(source: HuggingFaceFolder, base: Manifest) -> None:
 class _Conversion:
     """One fine-tune on its way into a store: tensors to parts on disk, then to a checkpoint."""
 
-    def __init__(
-        self, source: HuggingFaceFolder, store: Store, base: Manifest, options: Mapping[str, Any]
-    ):
+    def __init__(self, source: Source, store: Store, base: Manifest, options: Mapping[str, Any]):
         self._source, self._store, self._base, self._options = source, store, base, options
         self._axes = _cut_axes(dataclasses.replace(source.config, tie_word_embeddings=False))
         self._entries: dict[str, TensorEntry] = {}
@@ -447,10 +444,11 @@ def _cuts(shards: int, size: int) -> int:
     return shards if size % shards == 0 else 1
 
 
-def _made(source: HuggingFaceFolder, options: Mapping[str, Any]) -> dict[str, Any]:
+def _made(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     """How a checkpoint came about; names no path beyond the source folder's own name."""
     return {
         "source": source.name,
+        "coding": source.coding,
         "options": dict(options),
         "packages": dict(_versions()),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -6,6 +6,8 @@ problem is reported, not the first. Tensors are read one at a time. Knows nothin
 
 import dataclasses
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,19 @@ class HuggingFaceFolder:
     def name(self) -> str:
         """The folder's own name, without the path to it."""
         return self.path.resolve().name
+
+    @property
+    def coding(self) -> str:
+        """What most weights are coded in, "BF16" for instance."""
+        sizes = Counter[str]()
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] += math.prod(tensor.shape)
+        return sizes.most_common(1)[0][0]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The configuration and what the weights are read from."""
+        return (self.path / "config.json", *sorted({t.file for t in self.tensors.values()}))
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as it is stored: bfloat16, float16 or float32; its values are not checked.
@@ -164,8 +179,10 @@ def _find_tensors(path: Path) -> tuple[dict[str, SourceTensor], list[str]]:
         return read_header(files[0]), []
     if files:
         raise SourceError(path.name, f"has {len(files)} safetensors files but no {INDEX}")
-    others = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    others = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".bin", ".pt", ".pth"))
     hint = f"; {others[0]} is not read, save it as safetensors" if others else ""
+    if others and others[0].endswith(".gguf"):
+        hint = f"; give the file {others[0]} itself"
     raise SourceError(path.name, f"has no {SINGLE} and no {INDEX}{hint}")
 
 

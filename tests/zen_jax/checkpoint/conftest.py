@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -109,3 +110,131 @@ def ready(sources: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 def store(ready: Path, tmp_path: Path) -> Store:
     """A copy of `ready` to do damage to."""
     return Store(Path(shutil.copytree(ready, tmp_path / "store")))
+
+
+def byte_tokens() -> list[str]:
+    """The characters that stand for the bytes 0 to 255 in byte-level tokenizers since GPT-2."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = [b for b in range(256) if b not in printable]
+    return [chr(b) if b in printable else chr(256 + moved.index(b)) for b in range(256)]
+
+
+def _write_gguf(
+    path: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    kind: str = "F32",
+    architecture: str = "llama",
+    settings: Mapping[str, Any] | None = None,
+    more: Mapping[str, np.ndarray] | None = None,
+) -> Path:
+    """A GGUF file as llama.cpp's converter makes it, through the library's writer.
+
+    Args:
+      kind: of all matrices; vectors are float32.
+      settings: replace or, if None, remove what stands there otherwise.
+      more: tensors by the file's names, besides.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    keys: dict[str, Any] = {
+        f"{architecture}.block_count": config.num_layers,
+        f"{architecture}.context_length": config.max_position,
+        f"{architecture}.embedding_length": config.hidden_size,
+        f"{architecture}.feed_forward_length": config.intermediate_size,
+        f"{architecture}.attention.head_count": config.num_heads,
+        f"{architecture}.attention.head_count_kv": config.num_kv_heads,
+        f"{architecture}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{architecture}.attention.key_length": config.head_dim,
+        f"{architecture}.rope.freq_base": config.rope_theta,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": ["<|end|>", "<|im|>", *byte_tokens(), "th", "the", "Ġthe"],
+        "tokenizer.ggml.token_type": [3, 3] + [1] * 259,
+        "tokenizer.ggml.merges": ["t h", "th e", "Ġ the"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{% for m in messages %}<|im|>{{ m.content }}{% endfor %}",
+    }
+    for key, value in (keys | dict(settings or {})).items():
+        if value is not None:
+            _add(writer, key, value)
+    coded = gguf.GGMLQuantizationType[kind]
+    for name, values in tensors.items():
+        stored = gguf_name(name)
+        values = values.astype(np.float32)
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_heads if "q_proj" in name else config.num_kv_heads
+            # llama.cpp's converter: the halves of a head are dealt out in pairs.
+            halves = values.reshape(heads, 2, -1, values.shape[-1])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        if values.ndim == 1 or kind == "F32":
+            writer.add_tensor(stored, values)
+        elif kind == "F16":
+            writer.add_tensor(stored, values.astype(np.float16))
+        else:
+            writer.add_tensor(stored, gguf.quants.quantize(values, coded), raw_dtype=coded)
+    for stored, values in (more or {}).items():
+        writer.add_tensor(stored, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_string(key, value)
+
+
+def gguf_name(name: str) -> str:
+    """The name that llama.cpp gives a Hugging Face tensor, from the library's own tables."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 4)
+    if "q_norm" in name or "k_norm" in name:
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 4)
+    stem, _, suffix = name.rpartition(".")
+    return f"{names.get_name(stem)}.{suffix}"
+
+
+@pytest.fixture(scope="session")
+def small() -> ModelConfig:
+    """An architecture whose rows are whole blocks of the quantised types."""
+    return ModelConfig(
+        vocab_size=272,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position=64,
+        tie_word_embeddings=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def weights() -> Callable[..., Tensors]:
+    """(config, seed) -> random tensors in float32 that bfloat16 holds exactly."""
+
+    def make(config: ModelConfig, seed: int = 0) -> Tensors:
+        rng = np.random.default_rng(seed)
+        shapes = tensor_shapes(config)
+        made = {n: rng.normal(0, 0.1, s).astype(ml_dtypes.bfloat16) for n, s in shapes.items()}
+        return {name: values.astype(np.float32) for name, values in made.items()}
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def write_gguf() -> Callable[..., Path]:
+    """See `_write_gguf`."""
+    return _write_gguf
