@@ -237,6 +237,8 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs the command line; returns its exit status."""
+    # What gRPC's core prints by itself is said again, in one line, by what is raised.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         return app(arguments, prog_name="zen", standalone_mode=False) or 0
     except KeyboardInterrupt:

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from server import app, console
@@ -11,22 +13,33 @@ from zen_jax.checkpoint.store import Store
 
 def run(path: Path, options: app.ServeOptions) -> bool:
     """Serves; returns whether every request that was taken finished."""
-    log_to_stderr()
     store = Store(path)
-    with console.progress_bar("start") as report:
+    with logs_on_stderr(), ExitStack() as bar:
+        report = bar.enter_context(console.progress_bar("start"))
 
         def ready(server: app.ZenServer) -> None:
-            report("ready", 1, 1)
+            bar.close()
             names = ", ".join(store.names()) or "no variant yet"
             console.say(f"ready on {server.address}: base, {names}")
 
         return asyncio.run(app.serve(store, options, report, ready))
 
 
-def log_to_stderr() -> None:
-    """Shows what the server's own modules log, and other libraries' warnings."""
+@contextmanager
+def logs_on_stderr() -> Iterator[None]:
+    """Shows what the project's own modules log; how others log is left to them."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
-    for name in ("server", "zen_jax"):
-        logging.getLogger(name).setLevel(logging.INFO)
+    loggers = [logging.getLogger(name) for name in ("server", "zen_jax")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+            logger.removeHandler(handler)
+            logger.propagate = propagate

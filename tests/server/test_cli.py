@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,15 @@ def test_nobody_reads_the_output(tiny_store):
     assert (process.returncode, process.stderr) == (1, "")
 
 
+def test_a_port_that_is_taken_is_one_line_too(tiny_store):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "server.cli", "serve", str(tiny_store), "--port", port]
+        process = subprocess.run(command, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert re.fullmatch(rf"zen: cannot listen on 127.0.0.1:{port};.*\n", process.stderr)
+
+
 @pytest.mark.usefixtures("compiled")
 def test_the_client_asks_and_lists(zen, tiny_store):
     options = ServeOptions(port=0, rows=2, max_length=64)
@@ -259,4 +269,5 @@ def test_a_signal_lets_what_runs_finish(serving, number):
         assert stream.generation.completion.usage.completion_tokens == 60
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1
+    assert "INFO server.loader: loaded tiny-a version 1" in err
