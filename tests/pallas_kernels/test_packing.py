@@ -1,9 +1,10 @@
 """The bit layout: known bytes, round trips, the bits that zeros take."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -20,15 +21,17 @@ def test_sizes_of_the_specification() -> None:
     assert packed_size(9) == 2
 
 
+@settings(max_examples=40)
 @given(
     hnp.arrays(
         np.float32,
-        hnp.array_shapes(min_dims=1, max_dims=3, max_side=21),
+        hnp.array_shapes(min_dims=1, max_dims=2, max_side=21),
         elements=st.floats(-3, 3, width=32).filter(lambda v: v != 0),
     )
 )
 def test_unpacking_gives_the_signs_back(delta: np.ndarray) -> None:
-    signs = unpack_signs(jnp.asarray(pack_signs(delta)), delta.shape[-1], jnp.float32)
+    with jax.disable_jit():  # each example has another shape
+        signs = unpack_signs(jnp.asarray(pack_signs(delta)), delta.shape[-1], jnp.float32)
     assert np.array_equal(np.asarray(signs), np.sign(delta))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from zen_jax.sampling import InvalidSampling, RowSampling, SamplingParams, sample
 
+RUN = jax.jit(sample)
 LOGITS = np.array([2.0, 0.5, 1.0, -1.0, 1.5], np.float32)
 
 
@@ -18,9 +19,8 @@ def rows(*params: tuple[SamplingParams, int]) -> RowSampling:
 
 def drawn(params: SamplingParams, count: int = 4000) -> np.ndarray:
     """Shares of the tokens over many positions."""
-    settings = rows(*[(params, 7)] * count)
-    run = jax.jit(sample)
-    tokens = run(jnp.tile(LOGITS, (count, 1)), settings, jnp.arange(count, dtype=jnp.int32))
+    settings = jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), RowSampling.of(params, 7))
+    tokens = RUN(np.tile(LOGITS, (count, 1)), settings, np.arange(count, dtype=np.int32))
     return np.bincount(np.asarray(tokens), minlength=LOGITS.size) / count
 
 
