@@ -91,9 +91,9 @@ async def test_all_are_listed_with_what_the_worker_knows(served, store, worker):
     worker.seen = replace(
         EMPTY,
         variants=(
+            VariantStatus(replace(a, digest="older"), "resident", 0, False, 0, 0, 9, None, None),
             VariantStatus(a, "resident", 1, True, 3, 0, 1234, None, None),
             VariantStatus(b, "failed", None, False, 0, 2, 0, "it is torn", 9.0),
-            VariantStatus(replace(a, digest="older"), "resident", 0, False, 0, 0, 9, None, None),
         ),
     )
     listed = await served.stub.ListVariants(pb.ListVariantsRequest())
