@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -70,9 +71,9 @@ def signs(
         raise ValueError("a matrix was compressed to no signs")
     nbytes = delta.nbytes
     if bf16:
-        delta = dataclasses.replace(delta, scale=_bfloat16(delta.scale))
         nbytes -= 2 * delta.scale.size
-    return np.asarray(effective_weight(base, delta)), nbytes
+        delta = dataclasses.replace(delta, scale=_bfloat16(delta.scale))
+    return np.asarray(effective_weight(jnp.asarray(base), delta)), nbytes
 
 
 def signs_plus(base: np.ndarray, tuned: np.ndarray) -> tuple[np.ndarray, int]:
@@ -180,7 +181,7 @@ def low_rank(
       rank: of the factors; 0 for the one that takes the bytes of `levels` sets of signs with a
         float32 scale a row, rounded down.
       levels: see rank.
-      bf16: whether factors are rounded to bfloat16, or kept in float32 but counted alike.
+      bf16: whether factors are rounded to bfloat16, or kept in float32.
     """
     start, delta = _difference(base, tuned)
     rows, size = delta.shape
@@ -196,7 +197,7 @@ def low_rank(
     a, b = inner.astype(np.float32), outer.astype(np.float32)
     if bf16:
         a, b = _bfloat16(a), _bfloat16(b)
-    return start + b @ a, 2 * r * (rows + size)
+    return start + b @ a, (2 if bf16 else 4) * r * (rows + size)
 
 
 def bf16_delta(base: np.ndarray, tuned: np.ndarray) -> tuple[np.ndarray, int]:
@@ -222,4 +223,4 @@ def shared(base: np.ndarray, tuned: np.ndarray) -> tuple[np.ndarray, int]:
 def own_vector(base: np.ndarray, tuned: np.ndarray) -> tuple[np.ndarray, int]:
     """A vector as it is served: whole in float32, or shared when the two are equal."""
     delta = keep_vector(base, tuned)
-    return np.asarray(effective_weight(base, delta)), delta.nbytes
+    return np.asarray(effective_weight(jnp.asarray(base), delta)), delta.nbytes

@@ -13,6 +13,14 @@ from zen_jax.training.format_study.codecs import Codec
 Tensors = Mapping[str, np.ndarray]
 
 
+def _words(codec: Codec) -> str:
+    """A codec's name and settings."""
+    if isinstance(codec, partial):
+        settings = ",".join(f"{name}={value}" for name, value in codec.keywords.items())
+        return f"{codec.func.__name__}({settings})"
+    return codec.__name__
+
+
 @dataclasses.dataclass(frozen=True)
 class Format:
     """How a whole fine-tune is stored.
@@ -32,6 +40,11 @@ class Format:
     matrix: Codec
     embedding: Codec | None = None
     vector: Codec = codecs.own_vector
+
+    @property
+    def spec(self) -> str:
+        """Its codecs with their settings, in words that are equal for equal formats."""
+        return " ".join(_words(c) for c in (self.matrix, self.embedding, self.vector) if c)
 
     def codec(self, name: str, tensor: np.ndarray) -> Codec:
         """The codec of a tensor by its Hugging Face name."""
@@ -134,9 +147,7 @@ def store(chosen: Format, base: Tensors, tuned: Tensors) -> Stored:
         if start.ndim == 2:
             wanted = tuned[name].astype(np.float32)
             left += float(np.sum(np.square(wanted - tensors[name]), dtype=np.float64))
-            norm += float(
-                np.sum(np.square(wanted - start.astype(np.float32)), dtype=np.float64)
-            )
+            norm += float(np.sum(np.square(wanted - start.astype(np.float32)), dtype=np.float64))
     return Stored(tensors, nbytes, (left / norm) ** 0.5 if norm else 0.0)
 
 
