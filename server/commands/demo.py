@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -138,18 +140,18 @@ def _quoted(text: str) -> str:
 
 
 def _show_how_to_go_on(address: str | None, keep: Path | None) -> None:
-    store = keep or Path("demo-store")
+    store, zen = keep or Path("demo-store"), _own_name()
     lines = []
     if address is None and keep is None:
-        lines += [("zen demo --serve", "the same, left running")]
-        lines += [(f"zen demo --keep {store}", "the same, the store kept")]
+        lines += [(f"{zen} demo --serve", "the same, left running")]
+        lines += [(f"{zen} demo --keep {store}", "the same, the store kept")]
     if address is None:
-        lines += [(f"zen serve {store}", "serves a store")]
+        lines += [(f"{zen} serve {store}", "serves a store")]
     at = "" if address is None else f" --address {address}"
     lines += [
-        (f"zen client --list{at}", "what is served"),
-        (f"zen client zen4-math 27+38 --chat --temperature 0{at}", "asks one variant"),
-        (f"zen client base 'Once upon a time'{at}", "asks the base"),
+        (f"{zen} client --list{at}", "what is served"),
+        (f"{zen} client zen4-math 27+38 --chat --temperature 0{at}", "asks one variant"),
+        (f"{zen} client base 'Once upon a time'{at}", "asks the base"),
     ]
     width = max(len(command) for command, _ in lines)
     console.say("To go on:")
@@ -161,6 +163,16 @@ def _show_how_to_go_on(address: str | None, keep: Path | None) -> None:
         f'  with ZenClient("{address or "127.0.0.1:50051"}") as zen:\n'
         '      print(zen.generate("zen4-math", "27+38\\n", temperature=0).text)'
     )
+
+
+def _own_name() -> str:
+    """What to type for this command: its name where it is found by that, else the path given."""
+    given = Path(sys.argv[0])
+    found = shutil.which("zen")
+    by_name = given.name != "zen" or (
+        found is not None and given.resolve() == Path(found).resolve()
+    )
+    return "zen" if by_name else str(given)
 
 
 def _as_dict(

@@ -20,7 +20,10 @@ from zen_jax.checkpoint.store import Store
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
-OPTIONS = ServeOptions(port=0, rows=2, max_length=64, inbox=2, drain_s=20, write_timeout_s=1)
+# One slot less than there are variants.
+OPTIONS = ServeOptions(
+    port=0, rows=2, slots=2, max_length=64, inbox=4, drain_s=20, write_timeout_s=1
+)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -83,6 +86,14 @@ async def test_the_whole_life(server):
         assert again.token_ids == answer.token_ids
         other = await client.generate("base", "Hi", max_tokens=5, ignore_eos=True, seed=1)
         assert other.token_ids != answer.token_ids
+
+        # All take turns in the slots, and come back as they were.
+        names = ["tiny-b", "tiny-c", "tiny-a", "base"]
+        asked = (client.generate(n, "Hi", max_tokens=5, ignore_eos=True, seed=1) for n in names)
+        answers = dict(zip(names, await asyncio.gather(*asked), strict=True))
+        assert answers["tiny-a"].token_ids == answer.token_ids
+        assert answers["base"].token_ids == other.token_ids
+        assert len({tuple(a.token_ids) for a in answers.values()}) == 4
         assert server.engine.compiles == compiled
 
         # What runs when the server stops may finish; what comes then may not begin.
@@ -154,7 +165,7 @@ def test_running_serves_from_a_thread(tiny_store):
         ZenClient(server.address) as client,
     ):
         assert client.generate("tiny-c", "Hi", max_tokens=1).token_ids
-        assert client.list_variants().slots == 3
+        assert client.list_variants().slots == 2
     with ZenClient(server.address) as client, pytest.raises(ZenError, match="UNAVAILABLE"):
         client.generate("base", "Hi")
 
