@@ -117,6 +117,27 @@ def list_store(store: StorePath, as_json: AsJson = False) -> None:
     commands.ls(store, as_json=as_json)
 
 
+@app.command(epilog="Example: zen generate ./store zen4-upper table river --chat")
+def generate(
+    store: StorePath,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A variant's name, or base.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue.")],
+    chat: Annotated[bool, typer.Option(help="Take each prompt as a message.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among so many tokens; 0 for all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same answer.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer prompts from a store in this process, without a server."""
+    from server.commands import generate as command
+    from zen_jax.sampling import SamplingParams
+
+    sampling = SamplingParams(max_tokens, temperature, top_k, top_p, seed)
+    command.run(store, model, prompts, sampling, chat=chat, as_json=as_json)
+
+
 @app.command(epilog="Example: zen serve ./store --port 50051 --rows 32")
 def serve(
     store: StorePath,

@@ -110,21 +110,32 @@ class Member:
         return self._family.forward(self.params, jnp.asarray(ids, jnp.int32))[..., :vocab]
 
     @overload
-    def generate(self, prompts: str, sampling: SamplingParams | None = None) -> Generation: ...
+    def generate(
+        self, prompts: str, sampling: SamplingParams | None = None, *, chat: bool = False
+    ) -> Generation: ...
 
     @overload
     def generate(
-        self, prompts: Sequence[str], sampling: SamplingParams | None = None
+        self,
+        prompts: Sequence[str],
+        sampling: SamplingParams | None = None,
+        *,
+        chat: bool = False,
     ) -> list[Generation]: ...
 
     def generate(
-        self, prompts: str | Sequence[str], sampling: SamplingParams | None = None
+        self,
+        prompts: str | Sequence[str],
+        sampling: SamplingParams | None = None,
+        *,
+        chat: bool = False,
     ) -> Generation | list[Generation]:
         """Answers a prompt, or several in one batch.
 
         Args:
           prompts: a text, or texts.
           sampling: greedy with 64 tokens when None. Without a seed, one is drawn for each prompt.
+          chat: each prompt is a user's message, put into the member's chat template.
 
         Returns:
           One `Generation`, or a list in the order of the prompts.
@@ -133,8 +144,13 @@ class Member:
           ValueError: a prompt is empty or too long, or a setting is out of range.
         """
         if isinstance(prompts, str):
-            return self._family.run(self, [prompts], sampling)[0]
-        return self._family.run(self, prompts, sampling)
+            return self._family.run(self, [self._tokens(prompts, chat)], sampling)[0]
+        return self._family.run(self, [self._tokens(text, chat) for text in prompts], sampling)
+
+    def _tokens(self, text: str, chat: bool) -> list[int]:
+        if chat:
+            return self.tokenizer.chat([{"role": "user", "content": text}])
+        return self.tokenizer.encode(text)
 
 
 class Family:
@@ -193,9 +209,9 @@ class Family:
         return Engine(self.params, self._sizes, self._schema)
 
     def run(
-        self, member: Member, prompts: Sequence[str], sampling: SamplingParams | None = None
+        self, member: Member, prompts: Sequence[list[int]], sampling: SamplingParams | None = None
     ) -> list[Generation]:
-        """`Member.generate` for several prompts, as many at once as there are rows.
+        """`Member.generate` for several prompts of tokens, as many at once as there are rows.
 
         Raises:
           ValueError: as `Member.generate`.
@@ -203,8 +219,7 @@ class Family:
         sampling = sampling or SamplingParams(max_tokens=64, temperature=0.0)
         sampling.validate(member.vocab_size)
         engine, tokenizer = self._engine, member.tokenizer
-        encoded = [tokenizer.encode(prompt) for prompt in prompts]
-        for prompt in encoded:
+        for prompt in prompts:
             if not 1 <= len(prompt) < self._sizes.max_length:
                 raise ValueError(
                     f"a prompt has {len(prompt)} tokens; expected 1 to {self._sizes.max_length - 1}"
@@ -218,7 +233,7 @@ class Family:
         ends |= set() if sampling.ignore_eos else set(tokenizer.eos_ids)
         queue = [
             _Answer(prompt, _seed(sampling), ends, self._limit(prompt, sampling))
-            for prompt in encoded
+            for prompt in prompts
         ]
         _decode_all(engine, bank, slot, sampling, queue)
         return [answer.generation(tokenizer) for answer in queue]

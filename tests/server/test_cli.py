@@ -22,6 +22,7 @@ COMMANDS = [
     ("convert", "variant"),
     ("verify",),
     ("ls",),
+    ("generate",),
     ("serve",),
     ("client",),
 ]
@@ -79,7 +80,7 @@ def test_a_store_is_made_listed_and_verified(zen, tiny_folders, tmp_path):
     assert f"{first['bytes']:,}" in out
 
     status, out, _ = zen("verify", store)
-    assert (status, out) == (0, "whole: the base and 2 versions of 1 variants\n")
+    assert (status, out) == (0, "whole: base; variants: 1; versions of them: 2\n")
     manifest = Store(store).manifest(Store(store).variant("mine", 1))
     file = next(name for name, entry in manifest.files.items() if entry.size > 100)
     damaged = store / "variants" / "mine" / "1" / file
@@ -229,6 +230,20 @@ def test_the_client_asks_and_lists(zen, tiny_store):
             status, out, err = zen("client", *bad, *at)
             assert (status, out.strip()) == (2, "")
             assert len(err.splitlines()) == 1
+
+
+def test_prompts_are_answered_without_a_server(zen, tiny_store):
+    options = ("--max-tokens", 5, "--temperature", 1, "--seed", 3)
+    status, out, _ = zen("generate", tiny_store, "tiny-a", "ab", "b", *options, "--json")
+    answers = json.loads(out)
+    assert status == 0
+    assert [answer["prompt"] for answer in answers] == ["ab", "b"]
+    assert all(1 <= len(a["token_ids"]) <= 5 and a["seed"] == 3 for a in answers)
+    status, out, _ = zen("generate", tiny_store, "tiny-a", "b", *options)
+    assert (status, out) == (0, answers[1]["text"] + "\n")
+    for bad in (("tiny-none", "b"), ("tiny-a", "b" * 5000), ("tiny-a", "b", "--top-p", 0)):
+        status, out, err = zen("generate", tiny_store, *bad)
+        assert (status, out, err.count("\n")) == (2, "", 1)
 
 
 @pytest.fixture
