@@ -51,7 +51,7 @@ def verify(path: Path, *, as_json: bool) -> bool:
         console.say(str(finding))
     if not findings:
         versions = sum(len(store.versions(name)) for name in store.names())
-        console.say(f"whole: the base and {versions} versions of {len(store.names())} variants")
+        console.say(f"whole: base; variants: {len(store.names())}; versions of them: {versions}")
     return not findings
 
 

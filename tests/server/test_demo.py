@@ -57,7 +57,7 @@ def test_all_of_it_as_figures(family, tmp_path, capsys):
     )
     assert cli.run(["verify", str(keep)]) == 0
     out = capsys.readouterr().out
-    assert "2 variants" in out
+    assert "variants: 2" in out
 
 
 def test_left_running_until_a_signal(family, compiled):

@@ -134,7 +134,7 @@ async def served(worker: FakeWorker) -> AsyncIterator[Served]:
     service = GenerateService(
         router=Router(FakeStore()),
         tokenizers=find_tokenizer,
-        write_timeout_s=0.3,
+        write_timeout_s=1.0,
     )
     service.accept(worker, LIMITS)
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
@@ -402,7 +402,7 @@ async def test_a_client_that_goes_away_is_cancelled(served, worker):
 
 async def test_a_deadline_that_passes_mid_stream_is_cancelled(served, worker):
     worker.script = _first_token_only
-    call = served.stub.Generate(ask(), timeout=0.3)
+    call = served.stub.Generate(ask(), timeout=1.0)
     await call.read()
     with pytest.raises(grpc.RpcError):
         await call.read()
