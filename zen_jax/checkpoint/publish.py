@@ -3,7 +3,8 @@
 A checkpoint is written by orbax into a folder of this publisher's own below STORE/.publishing,
 checked, synced and renamed to its place. Arrays are made only when orbax comes to write them, so
 memory is bounded by the largest tensor. Folders that dead publishers left are swept
-when the next one starts: a living one holds a lock on its folder.
+when the next one starts: a living one holds a lock on its folder. Work that has a key is kept when
+it is interrupted, for a week, and gone on with by the next publisher with that key.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,7 @@ from zen_jax.checkpoint.chunks import (
     list_files,
     sha256_of,
 )
+from zen_jax.checkpoint.journal import Journal
 from zen_jax.checkpoint.manifest import (
     BASE,
     MANIFEST,
@@ -49,6 +52,11 @@ _SYNCS = 16
 # Bytes of small arrays that are held and written together.
 _IN_FLIGHT = 4 * 2**20
 _WRITERS = 16
+UNFINISHED = "unfinished-"
+_KEPT_S = 7 * 24 * 3600.0
+# Below a publisher's folder: what was written before an interruption, and the records of it.
+_BEFORE = "before"
+_WRITTEN = "written.jsonl"
 
 
 class StoreWriteFailed(OSError):
@@ -65,6 +73,7 @@ class LazyArray:
       produce: makes it; called once.
       shards: files to write it to; divides ``shape[axis]``.
       axis: the dimension that is cut for them.
+      skip: called in place of `produce` when an interrupted run had written it already.
     """
 
     dtype: np.dtype
@@ -72,6 +81,7 @@ class LazyArray:
     produce: Callable[[], np.ndarray]
     shards: int = 1
     axis: int = 0
+    skip: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +104,59 @@ class Written:
     tokenizer: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+class _Earlier:
+    """Leaves that an interrupted publisher had written: moved, if they are whole, not made again.
+
+    Attributes:
+      record: notes a leaf that is on disk now; does nothing for work without a key, or once it is
+        known that nothing will be published.
+    """
+
+    def __init__(self, work: Path, keyed: bool):
+        self._folder = work / _BEFORE
+        self._journal = Journal(work / _WRITTEN) if keyed else None
+        self._known = {record["leaf"]: record for record in self._read()}
+
+    def _read(self) -> list[dict[str, Any]]:
+        return [] if self._journal is None else self._journal.read()
+
+    def adopt(self, leaf: str, value: LazyArray, folder: Path, written: Written) -> bool:
+        """Moves a leaf to where it is wanted, if it was written before and is whole."""
+        record = self._known.get(leaf)
+        if record is None:
+            return False
+        part = Part(**{**record["part"], "shape": tuple(record["part"]["shape"])})
+        files = {path: FileEntry(**entry) for path, entry in record["files"].items()}
+        meant = (leaf, value.dtype.name, value.shape, value.shards, value.axis)
+        if (part.leaf, part.dtype, part.shape, part.shards, part.axis) != meant:
+            return False
+        try:
+            if any(fast_checksum(self._folder / p) != entry.xxh3 for p, entry in files.items()):
+                return False
+        except FileDamaged:
+            return False
+        os.rename(self._folder / leaf, folder)
+        written.parts[leaf] = part
+        written.files |= files
+        return True
+
+    def record(self, leaf: str, written: Written) -> None:
+        if self._journal is None:
+            return
+        part = written.parts[leaf]
+        files = {path: dataclasses.asdict(written.files[path]) for path in part.files()}
+        try:
+            self._journal.append({"leaf": leaf, "part": dataclasses.asdict(part), "files": files})
+        except OSError as error:
+            raise StoreWriteFailed(f"{leaf} could not be written ({error.strerror})") from error
+
+    def give_up(self) -> None:
+        """Forgets what was written, and records no more."""
+        if self._journal is not None:
+            self._journal.start([])
+        self._journal, self._known = None, {}
+
+
 class _Streaming(ocp.type_handlers.NumpyHandler):
     """Has orbax write `LazyArray` leaves in turn, as the NumPy arrays that they make.
 
@@ -102,9 +165,9 @@ class _Streaming(ocp.type_handlers.NumpyHandler):
     without this.
     """
 
-    def __init__(self, written: Written):
+    def __init__(self, written: Written, earlier: _Earlier):
         super().__init__(deepcopy_host_arrays=False)
-        self._written = written
+        self._written, self._earlier = written, earlier
 
     async def serialize(
         self,
@@ -117,6 +180,11 @@ class _Streaming(ocp.type_handlers.NumpyHandler):
         writing: list[tuple[str, Any]] = []
         size = 0
         for value, info, save_args in zip(values, infos, args, strict=True):
+            folder = Path(info.parent_dir) / str(info.name)
+            if self._earlier.adopt(str(info.name), value, folder, self._written):
+                value.skip()
+                self._earlier.record(str(info.name), self._written)
+                continue
             if size + value.nbytes > _IN_FLIGHT or len(writing) == _WRITERS:
                 self._wait(writing)
                 writing, size = [], 0
@@ -135,6 +203,8 @@ class _Streaming(ocp.type_handlers.NumpyHandler):
                 commit.result()
             except Exception as error:
                 failed.append((leaf, error))
+            else:
+                self._earlier.record(leaf, self._written)
         if failed:
             leaf, error = failed[0]
             reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
@@ -178,16 +248,26 @@ class Publisher:
     """One publication into a store; a context manager whose folder vanishes at its end.
 
     Attributes:
-      scratch: a folder for intermediate files, on the store's file system.
+      scratch: a folder for intermediate files, on the store's file system. Of interrupted work with
+        a key it has what was there.
     """
 
-    def __init__(self, root: Path):
-        self._root = root
+    def __init__(self, root: Path, key: str | None = None):
+        """Prepares a publication.
+
+        Args:
+          root: the store's folder.
+          key: names work that is to be gone on with after an interruption; everything that decides
+            what is written has to be in it.
+        """
+        self._root, self._key = root, key
         self._all = root / PUBLISHING
-        self._work = self._all / f"{os.getpid()}-{uuid.uuid4().hex}"
-        self._content = self._work / "checkpoint"
-        self.scratch = self._work / "scratch"
+        self._own = self._all / f"{os.getpid()}-{uuid.uuid4().hex}"
         self._alive: int | None = None
+        self._settle(self._own)
+
+    def _settle(self, work: Path) -> None:
+        self._work, self._content, self.scratch = work, work / "checkpoint", work / "scratch"
 
     def __enter__(self) -> "Publisher":
         if self._all.is_symlink():
@@ -195,15 +275,48 @@ class Publisher:
         self._all.mkdir(exist_ok=True)
         with self._locked():
             self._sweep()
-            self.scratch.mkdir(parents=True)
-            self._alive = os.open(self._work / "alive", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-            fcntl.flock(self._alive, fcntl.LOCK_EX)
+            if self._key is None or not self._take(self._all / f"{UNFINISHED}{self._key}"):
+                self._take(self._own)
+        self._put_before()
+        self._earlier = _Earlier(self._work, self._key is not None)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._work, ignore_errors=True)
+    def _take(self, work: Path) -> bool:
+        """Makes a folder this publisher's own; not if another one that lives has it."""
+        (work / "scratch").mkdir(parents=True, exist_ok=True)
+        handle = os.open(work / "alive", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        os.utime(work / "alive")
+        self._alive = handle
+        self._settle(work)
+        return True
+
+    def _put_before(self) -> None:
+        """Puts what an interrupted publisher wrote of the checkpoint where it is looked for."""
+        before = self._work / _BEFORE
+        for folder in self._work.glob("checkpoint*"):
+            before.mkdir(exist_ok=True)
+            for leaf in folder.iterdir():
+                # What is there already was looked at and found damaged, or is the same.
+                shutil.rmtree(before / leaf.name, ignore_errors=True)
+                if leaf.is_dir():
+                    os.rename(leaf, before / leaf.name)
+            shutil.rmtree(folder)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        interrupted = kind is not None and not issubclass(kind, Exception)
+        if self._key is None or not interrupted:
+            shutil.rmtree(self._work, ignore_errors=True)
         if self._alive is not None:
             os.close(self._alive)
+
+    def give_up(self) -> None:
+        """Says that nothing will be published: what was written is not gone on with later."""
+        self._earlier.give_up()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -230,7 +343,9 @@ class Publisher:
             except BlockingIOError:
                 continue
             else:
-                shutil.rmtree(folder, ignore_errors=True)
+                age = time.time() - os.fstat(handle).st_mtime
+                if not folder.name.startswith(UNFINISHED) or age > _KEPT_S:
+                    shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
 
@@ -261,7 +376,8 @@ class Publisher:
 
     def _save(self, tree: Mapping[str, Any], written: Written) -> None:
         registry = ocp.type_handlers.create_type_handler_registry(
-            (LazyArray, _Streaming(written)), (jax.Array, ocp.type_handlers.ArrayHandler())
+            (LazyArray, _Streaming(written, self._earlier)),
+            (jax.Array, ocp.type_handlers.ArrayHandler()),
         )
         handler = ocp.PyTreeCheckpointHandler(
             use_ocdbt=False,

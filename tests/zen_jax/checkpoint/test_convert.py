@@ -315,7 +315,9 @@ def test_summary_and_progress(family, sources, store: Store) -> None:
     assert f"v version 1, {summary.digest[:12]}" in text
     assert f"{summary.bytes:,} bytes" in text and "8 bit, 1 dense" not in text
     assert "8 bit, 2 dense, 1 shared" in text
-    assert "GB" not in text and "GiB" not in text and len(text.splitlines()) == 4
+    assert "GB" not in text and "GiB" not in text and len(text.splitlines()) == 5
+    assert f"v version 1, {summary.digest[:12]}, from BF16, in" in text
+    assert "signs kept: 9" in text and "entropy of signs: " in text and "energy left: 0." in text
 
 
 def test_the_same_content_has_the_same_digest(sources, store: Store) -> None:

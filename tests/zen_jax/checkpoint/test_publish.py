@@ -33,19 +33,25 @@ class _Stop(BaseException):
     """Not an Exception, like KeyboardInterrupt."""
 
 
+class _Fault(Exception):
+    """Something that went wrong."""
+
+
 @pytest.mark.parametrize("step", [1, 5, 10])
-def test_an_exception_half_way_leaves_nothing(sources, store: Store, step: int) -> None:
+@pytest.mark.parametrize("kind", [_Stop, _Fault])
+def test_an_exception_half_way_publishes_nothing(sources, store: Store, step: int, kind) -> None:
     seen: list[str] = []
 
     def stop(name: str, done: int, total: int) -> None:
         seen.append(name)
         if len(seen) == step:
-            raise _Stop
+            raise kind
 
-    with pytest.raises(_Stop):
+    with pytest.raises(kind):
         convert_variant(sources[1], store.path, "v", progress=stop)
     _nothing_new(store)
-    assert _work(store) == []
+    # An interruption leaves what was done; a fault leaves nothing.
+    assert [name.startswith("unfinished-") for name in _work(store)] == [True] * (kind is _Stop)
 
 
 @contextlib.contextmanager
