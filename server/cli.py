@@ -26,7 +26,8 @@ convert = typer.Typer(help="Put a base, or a fine-tune of it, into a store.", no
 app.add_typer(convert, name="convert")
 
 Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="A Hugging Face folder with safetensors.")
+    Path,
+    typer.Argument(metavar="SRC", help="A Hugging Face folder with safetensors, or a GGUF file."),
 ]
 StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print figures as JSON.")]
@@ -84,6 +85,9 @@ def convert_variant(
         int, typer.Option(min=1, max=8, help="Bits a weight; each codes what is left.")
     ] = 1,
     embed: Annotated[Embed, typer.Option(help="What is kept of embedding and head.")] = Embed.bit,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even if the weights do not come from the base's.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Add a fine-tune of the store's base as a 1-bit delta, as the next version of its name."""
@@ -96,6 +100,7 @@ def convert_variant(
         scale=scale.value,  # pyright: ignore[reportArgumentType]
         levels=levels,
         embed=embed.value,  # pyright: ignore[reportArgumentType]
+        force=force,
         as_json=as_json,
     )
 

@@ -28,12 +28,20 @@ def variant(
     scale: Literal["row", "matrix"],
     levels: int,
     embed: EmbedPolicy,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Adds a fine-tune to a store."""
     with console.progress_bar(name) as report:
         summary = convert_variant(
-            src, store, name, scale=scale, levels=levels, embed=embed, progress=report
+            src,
+            store,
+            name,
+            scale=scale,
+            levels=levels,
+            embed=embed,
+            force=force,
+            progress=report,
         )
     _print_summary(summary, as_json)
 

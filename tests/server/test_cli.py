@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from server import cli
 from server.app import ServeOptions, running
@@ -51,6 +53,23 @@ def test_help_needs_no_jax():
     code = "import sys; from server.cli import run; run(['--help']); print('jax' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.splitlines()[-1] == "False"
+
+
+def test_weights_of_another_origin_need_force(zen, tiny_folders, tmp_path):
+    shutil.copytree(tiny_folders["tiny-a"], tmp_path / "stranger")
+    tensors = load_file(tmp_path / "stranger" / "model.safetensors")
+    turned = {name: np.flip(w).copy() for name, w in tensors.items()}
+    save_file(turned, tmp_path / "stranger" / "model.safetensors")
+    store = tmp_path / "store"
+    zen("convert", "base", tiny_folders["base"], store)
+    command = ("convert", "variant", tmp_path / "stranger", store, "v")
+    status, out, err = zen(*command)
+    assert (status, out) == (2, "")
+    told = [line for line in err.splitlines() if line.startswith("zen: ")]
+    assert len(told) == 1 and "signs kept" in told[0] and "--force" in told[0]
+    status, out, _ = zen(*command, "--force")
+    assert status == 0
+    assert "warning: forced" in out
 
 
 def test_a_store_is_made_listed_and_verified(zen, tiny_folders, tmp_path):
