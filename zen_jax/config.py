@@ -53,20 +53,22 @@ _READ = {
     "max_position": "max_position_embeddings",
     "rms_norm_eps": "rms_norm_eps",
 }
-_DERIVED = frozenset(
-    {
-        "num_key_value_heads",
-        "head_dim",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "tie_word_embeddings",
-        "sliding_window",
-        "use_sliding_window",
-        "max_window_layers",
-        "layer_types",
-    }
-)
+# What each of the others has to be; None, or absence, leaves it at its default.
+_NUMBER = (int, float)
+_DERIVED: Mapping[str, tuple[type, ...]] = {
+    "num_key_value_heads": (int,),
+    "head_dim": (int,),
+    "rope_theta": _NUMBER,
+    "rope_scaling": (dict,),
+    "rope_parameters": (dict,),
+    "tie_word_embeddings": (bool,),
+    "sliding_window": (int,),
+    "use_sliding_window": (bool,),
+    "max_window_layers": (int,),
+    "layer_types": (list,),
+}
+# Beyond any model; a configuration is not trusted, and shapes are listed before files are read.
+_MAX_LAYERS, _MAX_SIZE = 1024, 2**31 - 1
 # What Hugging Face takes for granted where a configuration says nothing.
 _KV_HEADS: Mapping[str, int | None] = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
 _MISTRAL_WINDOW = 4096
@@ -138,11 +140,19 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is int and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{field.name} is {value!r}; expected a positive whole number")
+            if field.type is not int:
+                continue
+            most = _MAX_LAYERS if field.name == "num_layers" else _MAX_SIZE
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ValueError(f"{field.name} is {value!r}; expected a whole number 1 to {most}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads is {self.num_kv_heads}; it has to divide num_heads {self.num_heads}"
+            )
+        if not (0 < self.rms_norm_eps < 1 and 0 < self.rope_theta < float("inf")):
+            raise ValueError(
+                f"rms_norm_eps is {self.rms_norm_eps} and rope_theta {self.rope_theta}; "
+                "expected a small and a finite positive number"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
@@ -181,13 +191,14 @@ class ModelConfig:
         missing = [key for key in ["model_type", *_READ.values()] if key not in config]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; is it a Llama-style model?")
+        _check_types(config)
         for key, allowed in _FIXED.items():
             if key in config and config[key] not in allowed:
                 raise ValueError(
                     f"config.json sets {key} to {config[key]!r}; implemented is "
                     + ", ".join(repr(value) for value in allowed if value is not None)
                 )
-        unknown = sorted(set(config) - _IGNORED - set(_FIXED) - set(_READ.values()) - _DERIVED)
+        unknown = sorted(set(config) - _IGNORED - set(_FIXED) - set(_READ.values()) - set(_DERIVED))
         if unknown:
             raise ValueError(
                 f"config.json has settings that are not known here: {', '.join(unknown)}; "
@@ -252,9 +263,29 @@ class ModelConfig:
         return heads * self.vocab_size * d + self.num_layers * layer + d
 
 
+def _check_types(config: Mapping[str, Any]) -> None:
+    """Makes sure that every setting that is read is of its kind, before it is used."""
+    kinds: dict[str, tuple[type, ...]] = {key: (int,) for key in _READ.values()}
+    kinds |= {"rms_norm_eps": _NUMBER, "model_type": (str,), "hidden_act": (str,)} | _DERIVED
+    for key, kind in kinds.items():
+        value: Any = config.get(key)
+        optional = key in _DERIVED or key == "hidden_act"
+        if value is None and optional:
+            continue
+        if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
+            expected = " or ".join(each.__name__ for each in kind)
+            raise ValueError(f"config.json sets {key} to {value!r}; expected {expected}")
+        if kind == (int,) and not 0 <= value < 2**31:
+            raise ValueError(f"config.json sets {key} to {value!r}; expected 0 to {2**31 - 1}")
+        if key == "num_attention_heads" and not value:
+            raise ValueError("config.json sets num_attention_heads to 0; expected 1 or more")
+
+
 def _rope(config: Mapping[str, Any]) -> tuple[float, float | Llama3Rope | None]:
     """Theta and scaling, from the places where old and new configurations keep them."""
     new, old = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
+    if not isinstance(new.get("rope_theta") or 1, _NUMBER):
+        raise ValueError(f"config.json sets rope_theta to {new['rope_theta']!r}; expected a number")
     theta = float(new.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     rule = new if new.get("rope_type", "default") != "default" or not old else old
     rule.pop("rope_theta", None)
@@ -270,11 +301,13 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, float | Llama3Rope | None]:
             "original_max_position_embeddings",
         ),
     }
-    if kind not in names or set(rule) != set(names[kind]):
+    if not isinstance(kind, str) or kind not in names or set(rule) != set(names[kind]):
         raise ValueError(
             f"config.json sets rope scaling {kind!r} with {sorted(rule)}; implemented are "
             "'default', 'linear' with factor, and 'llama3' with its four settings"
         )
+    if any(isinstance(v, bool) or not isinstance(v, _NUMBER) for v in rule.values()):
+        raise ValueError(f"config.json sets rope scaling {kind!r} with {rule!r}; expected numbers")
     if kind == "default":
         return theta, None
     if kind == "linear":
