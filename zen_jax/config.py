@@ -275,7 +275,7 @@ def _check_types(config: Mapping[str, Any]) -> None:
         if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
             expected = " or ".join(each.__name__ for each in kind)
             raise ValueError(f"config.json sets {key} to {value!r}; expected {expected}")
-        if kind == (int,) and not 0 <= value < 2**31:
+        if isinstance(value, int) and not 0 <= value < 2**31:
             raise ValueError(f"config.json sets {key} to {value!r}; expected 0 to {2**31 - 1}")
         if key == "num_attention_heads" and not value:
             raise ValueError("config.json sets num_attention_heads to 0; expected 1 or more")
