@@ -266,7 +266,7 @@ class ModelConfig:
 def _check_types(config: Mapping[str, Any]) -> None:
     """Makes sure that every setting that is read is of its kind, before it is used."""
     kinds: dict[str, tuple[type, ...]] = {key: (int,) for key in _READ.values()}
-    kinds |= {"rms_norm_eps": _NUMBER, "model_type": (str,), "hidden_act": (str,)} | _DERIVED
+    kinds |= {"rms_norm_eps": _NUMBER, "model_type": (str,), "hidden_act": (str,), **_DERIVED}
     for key, kind in kinds.items():
         value: Any = config.get(key)
         optional = key in _DERIVED or key == "hidden_act"
@@ -275,7 +275,7 @@ def _check_types(config: Mapping[str, Any]) -> None:
         if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
             expected = " or ".join(each.__name__ for each in kind)
             raise ValueError(f"config.json sets {key} to {value!r}; expected {expected}")
-        if isinstance(value, int) and not 0 <= value < 2**31:
+        if isinstance(value, int) and kind != _NUMBER and not 0 <= value < 2**31:
             raise ValueError(f"config.json sets {key} to {value!r}; expected 0 to {2**31 - 1}")
         if key == "num_attention_heads" and not value:
             raise ValueError("config.json sets num_attention_heads to 0; expected 1 or more")
