@@ -33,7 +33,8 @@ class Converted:
     Attributes:
       entry: what the manifest will say of it, but for its parts.
       parts: its arrays, by kind.
-      kinship: how it stands to the base's; None for a vector.
+      kinship: how it stands to the base's; None for a vector, and for a head that is paired with
+        an embedding.
     """
 
     entry: TensorEntry
@@ -103,15 +104,16 @@ class Conversion:
             return  # Nothing will be published; the remaining tensors are still checked.
         base = self._store.base_tensor(pair.base)
         try:
-            kept, entry = self._keep(pair, base, tuned)
             kinship = compare(base, tuned[: base.shape[0]]) if tuned.ndim == 2 else None
+            kept, entry = self._keep(pair, base, tuned, kinship)
         except ValueError as error:
             self._problems.append(f"{pair.name}: {error}")
             return
-        self._done[pair.name] = spool.put(pair.name, entry, kept, kinship)
+        of_one_name = kinship if pair.tuned == pair.base else None
+        self._done[pair.name] = spool.put(pair.name, entry, kept, of_one_name)
 
     def _keep(
-        self, pair: Pair, base: np.ndarray, tuned: np.ndarray
+        self, pair: Pair, base: np.ndarray, tuned: np.ndarray, kinship: Kinship | None
     ) -> tuple[dict[str, np.ndarray], TensorEntry]:
         """The parts that a tensor is kept as, and what the manifest will say of it."""
         against = pair.base if pair.base != pair.name else None
@@ -127,7 +129,9 @@ class Conversion:
         kept = {"rows": rows} if rows.size else {}
         if embed == "shared" or np.array_equal(base, overlap):
             return kept, entry("shared")
-        if embed == "whole":
+        # A tied head over an untied one, for instance: what is no difference has no 1-bit form.
+        stranger = pair.tuned != pair.base and kinship is not None and kinship.unrelated
+        if embed == "whole" or stranger:
             return {"whole": tuned}, entry("dense")
         scale, levels = self._options["scale"], self._options["levels"]
         delta, stats = compress_tensor(base, overlap, scale=scale, levels=levels)

@@ -86,7 +86,11 @@ def look_at(source: Source, store: Store, pairs: Sequence[Pair]) -> Kinship | No
     Raises:
       SourceError, BaseCorrupt: a file is damaged.
     """
-    matrices = [pair for pair in pairs if len(source.tensors[pair.tuned].shape) == 2]
+    matrices = [
+        pair
+        for pair in pairs
+        if pair.tuned == pair.base and len(source.tensors[pair.tuned].shape) == 2
+    ]
     step = max(1, -(-len(matrices) // _SAMPLED))
     found = []
     for pair in matrices[::step]:

@@ -147,8 +147,10 @@ def test_a_store_of_several_shards_reads_the_same(family, sources, ready: Path, 
 @pytest.mark.parametrize("base_tied", [True, False])
 @pytest.mark.parametrize("tuned_tied", [True, False])
 def test_tied_and_untied_heads(family, tmp_path: Path, base_tied: bool, tuned_tied: bool) -> None:
+    # Heads that were the embedding once, as those of fine-tunes are.
     rng = np.random.default_rng(3)
-    head = rng.normal(0, 0.1, family.base[EMBED].shape).astype(ml_dtypes.bfloat16)
+    head = family.base[EMBED].astype(np.float32) + rng.normal(0, 0.02, family.base[EMBED].shape)
+    head = head.astype(ml_dtypes.bfloat16)
     tuned_head = (head.astype(np.float32) + 0.01).astype(ml_dtypes.bfloat16)
     base = family.base if base_tied else {**family.base, HEAD: head}
     tuned = family.tuned if tuned_tied else {**family.tuned, HEAD: tuned_head}
@@ -171,6 +173,20 @@ def test_tied_and_untied_heads(family, tmp_path: Path, base_tied: bool, tuned_ti
     np.testing.assert_array_equal(found[HEAD].scale, expected.scale)
     assert manifest.tensors[HEAD].against == (EMBED if base_tied else None)
     fuse_delta(dataclasses.replace(family.config, tie_word_embeddings=False), found)
+
+
+def test_a_head_unlike_the_embedding_is_kept_whole(family, store: Store, tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    head = rng.normal(0, 0.1, family.base[EMBED].shape).astype(ml_dtypes.bfloat16)
+    source = family.write(tmp_path / "t", {**family.tuned, HEAD: head}, tie_word_embeddings=False)
+    summary = convert_variant(source, store.path, "v")
+    variant = store.variant("v")
+    assert store.manifest(variant).tensors[HEAD].policy == "dense"
+    found = store.read_variant(variant)[HEAD]
+    rebuilt = family.base[EMBED].astype(np.float32) + found.dense
+    np.testing.assert_allclose(rebuilt, head.astype(np.float32), atol=1e-6)
+    # It tells nothing of whether the two models belong together.
+    assert summary.stats["distance"] < 0.2
 
 
 def test_more_vocabulary_rows_are_kept_whole(family, store: Store, tmp_path: Path) -> None:
@@ -393,9 +409,9 @@ def test_peak_memory_does_not_grow_with_layers(family, tmp_path: Path) -> None:
         config = dataclasses.replace(family.config, num_layers=layers, head_dim=128, **sizes)
         base = {n: rng.random(s, np.float32) for n, s in tensor_shapes(config).items()}
         settings = {**config.to_hf()}
-        family.write(tmp_path / str(layers) / "base", base, **settings)
+        family.write(tmp_path / str(layers) / "base", base, shards=8, **settings)
         tuned = {n: w + np.float32(0.01) for n, w in base.items()}
-        family.write(tmp_path / str(layers) / "tuned", tuned, **settings)
+        family.write(tmp_path / str(layers) / "tuned", tuned, shards=8, **settings)
     ran = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=False
     )
