@@ -22,7 +22,7 @@ from zen_jax.checkpoint.store import Store
 from zen_jax.config import ModelConfig
 from zen_jax.convert import convert_base, convert_variant
 from zen_jax.generate import Family, Member
-from zen_jax.layout import EMBED, HEAD, fuse, tensor_shapes
+from zen_jax.layout import EMBED, fuse, tensor_shapes
 from zen_jax.model import make_forward
 from zen_jax.sampling import SamplingParams
 
