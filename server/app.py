@@ -191,7 +191,9 @@ class ZenServer:
         worker.start()
         self.engine, self.worker = engine, worker
         self._variants.attach(worker)
-        limits = Limits(engine.sizes.max_length, engine.config.vocab_size)
+        limits = Limits(
+            engine.sizes.max_length, engine.config.vocab_size, vocabularies_of(self.store)
+        )
         self._generate.accept(worker, limits)
         await self._set_health("", GENERATE)
         self._heartbeat = asyncio.create_task(self._watch(worker))
@@ -272,6 +274,17 @@ def make_worker(
         tokenizers,
         inbox_limit=options.inbox,
     )
+
+
+def vocabularies_of(store: Store) -> Callable[[Variant | None], int]:
+    """A function from a variant, or None for the base, to its number of tokens; from any thread."""
+
+    @functools.lru_cache(maxsize=_TOKENIZERS_KEPT)
+    def read(variant: Variant | None) -> int:
+        manifest = store.base() if variant is None else store.manifest(variant)
+        return manifest.config.vocab_size
+
+    return read
 
 
 def tokenizers_of(store: Store) -> Callable[[Variant | None], Tokenizer]:

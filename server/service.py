@@ -70,11 +70,19 @@ class Limits:
 
     Attributes:
         max_length: positions of a row; prompt and answer share them.
-        vocab_size: token ids lie below it.
+        vocab_size: token ids of every model lie below it.
+        own_vocab: how many tokens a variant has, the base for None; else all have vocab_size.
     """
 
     max_length: int
     vocab_size: int
+    own_vocab: Callable[[Variant | None], int] | None = None
+
+    def of(self, variant: Variant | None) -> "Limits":
+        """The limits of one variant, or of the base."""
+        if self.own_vocab is None:
+            return self
+        return Limits(self.max_length, self.own_vocab(variant))
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,13 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         if violations:
             raise status.invalid_argument(violations)
         variant = resolve(self._router, message.model, "model")
+        try:
+            limits = limits.of(variant)
+        except VariantCorrupt:
+            raise _damaged(model_info(variant).name) from None
+        violations = list(check(message, limits))
+        if violations:
+            raise status.invalid_argument(violations)
         # The worker needs it too: found here, it is not read from files on the loop.
         tokenizer = self._tokenizer(variant)
         token_ids = _token_ids(message, tokenizer)

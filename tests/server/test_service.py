@@ -150,6 +150,19 @@ def ask(model="coder", prompt="Hi", **sampling) -> pb.GenerateRequest:
     return pb.GenerateRequest(model=model, prompt=prompt, sampling=pb.Sampling(**sampling))
 
 
+async def test_token_ids_end_with_the_models_own_vocabulary(served, worker):
+    own = {"base": 264, "coder": 266}
+    limits = Limits(64, 320, lambda variant: own["base" if variant is None else variant.name])
+    served.service.accept(worker, limits)
+    for model, size in own.items():
+        for fields in ({"token_ids": pb.TokenIds(ids=[size])}, {"prompt": "Hi"}):
+            sampling = pb.Sampling(stop_token_ids=[size] if "prompt" in fields else [])
+            request = pb.GenerateRequest(model=model, sampling=sampling, **fields)
+            code, details, _ = await served.refused(request)
+            assert code == grpc.StatusCode.INVALID_ARGUMENT
+            assert f"0 to {size - 1}" in details
+
+
 async def test_an_answer_is_streamed_and_ends_with_an_account(served, worker):
     messages = await served.generate(ask(seed=7))
     assert "".join(m.text for m in messages) == "Hello"
