@@ -221,7 +221,7 @@ class Spool:
         """Opens a folder, empty or of an interrupted conversion with the same key."""
         self._folder = folder
         self._journal = Journal(folder / "done.jsonl")
-        self._records = {record["tensor"]: record for record in self._journal.read()}
+        self._records = {str(record.get("tensor")): record for record in self._journal.read()}
         # A torn line would hide those that come after it.
         self._journal.start(list(self._records.values()))
 
@@ -234,9 +234,9 @@ class Spool:
             for part in record["parts"].values():
                 if fast_checksum(self._folder / part["file"]) != part["xxh3"]:
                     return None
-        except FileDamaged:
+            return self._converted(record)
+        except (FileDamaged, KeyError, TypeError):  # damaged, or of another version of this code
             return None
-        return self._converted(record)
 
     def put(
         self,

@@ -105,35 +105,30 @@ class Written:
 
 
 class _Earlier:
-    """Leaves that an interrupted publisher had written: moved, if they are whole, not made again.
-
-    Attributes:
-      record: notes a leaf that is on disk now; does nothing for work without a key, or once it is
-        known that nothing will be published.
-    """
+    """What an interrupted publisher had written: moved if it is whole, not made again."""
 
     def __init__(self, work: Path, keyed: bool):
         self._folder = work / _BEFORE
         self._journal = Journal(work / _WRITTEN) if keyed else None
-        self._known = {record["leaf"]: record for record in self._read()}
-
-    def _read(self) -> list[dict[str, Any]]:
-        return [] if self._journal is None else self._journal.read()
+        self._known: dict[str, dict[str, Any]] = {}
+        if self._journal is not None:
+            self._known = {str(record.get("leaf")): record for record in self._journal.read()}
+            self._journal.start(list(self._known.values()))
 
     def adopt(self, leaf: str, value: LazyArray, folder: Path, written: Written) -> bool:
         """Moves a leaf to where it is wanted, if it was written before and is whole."""
         record = self._known.get(leaf)
         if record is None:
             return False
-        part = Part(**{**record["part"], "shape": tuple(record["part"]["shape"])})
-        files = {path: FileEntry(**entry) for path, entry in record["files"].items()}
         meant = (leaf, value.dtype.name, value.shape, value.shards, value.axis)
-        if (part.leaf, part.dtype, part.shape, part.shards, part.axis) != meant:
-            return False
         try:
+            part = Part(**{**record["part"], "shape": tuple(record["part"]["shape"])})
+            files = {path: FileEntry(**entry) for path, entry in record["files"].items()}
+            if (part.leaf, part.dtype, part.shape, part.shards, part.axis) != meant:
+                return False
             if any(fast_checksum(self._folder / p) != entry.xxh3 for p, entry in files.items()):
                 return False
-        except FileDamaged:
+        except (FileDamaged, KeyError, TypeError):  # damaged, or of another version of this code
             return False
         os.rename(self._folder / leaf, folder)
         written.parts[leaf] = part
@@ -141,6 +136,7 @@ class _Earlier:
         return True
 
     def record(self, leaf: str, written: Written) -> None:
+        """Notes a leaf that is on disk now, if it is to be gone on with after an interruption."""
         if self._journal is None:
             return
         part = written.parts[leaf]

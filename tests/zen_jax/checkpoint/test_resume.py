@@ -137,7 +137,7 @@ def test_another_source_begins_anew(sources, killed: Store, tmp_path, compressed
     assert len(compressed) == 8
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "journal"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "journal", "fields"])
 def test_damaged_work_is_done_again(sources, killed: Store, compressed, damage: str) -> None:
     folder = _left(killed.path)
     part = folder / "scratch" / "model.embed_tokens.weight.bits"
@@ -148,9 +148,14 @@ def test_damaged_work_is_done_again(sources, killed: Store, compressed, damage: 
         part.write_bytes(data[:-1])
     elif damage == "remove":
         part.unlink()
-    else:
+    elif damage == "journal":
         journal = folder / "scratch" / "done.jsonl"
         journal.write_bytes(journal.read_bytes()[:-20])
+    else:
+        journal = Journal(folder / "scratch" / "done.jsonl")
+        records = journal.read()
+        del records[0]["entry"]  # as another version of the code might have it
+        journal.start(records)
     summary = convert_variant(sources[1], killed.path, "v")
     assert len(compressed) == (0 if damage == "journal" else 1)  # its last line is a vector's
     assert summary.digest == killed.variant("one").digest
