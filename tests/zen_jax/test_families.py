@@ -73,7 +73,7 @@ def test_engine_equals_a_full_pass_and_eight_devices_equal_one(case: str, device
     params = fuse(config, {name: jnp.asarray(t) for name, t in tensors.items()})
     schema = BankSchema.covering(config, 2)
     answers = []
-    for mesh in (None, make_mesh(2)):
+    for mesh in (None, make_mesh(model=2, data=4)):
         place = None if mesh is None else Placement.of(config, mesh)
         engine = Engine(place_params(config, params, place), SIZES, schema, mesh)
         bank = engine.write_slot(engine.init_bank(), 1, engine.stage(deltas))
@@ -125,7 +125,7 @@ def test_more_vocabulary_and_a_head_of_its_own(untie: bool, devices) -> None:
     assert held.config.vocab_size % 64 == 0 and held.config.tie_word_embeddings is not untie
     params = held.fuse_base({name: jnp.asarray(t) for name, t in tensors.items()})
     answers = []
-    for mesh in (None, make_mesh(2)):
+    for mesh in (None, make_mesh(model=2, data=4)):
         place = None if mesh is None else Placement.of(held.config, mesh)
         engine = Engine(place_params(held.config, params, place), SIZES, schema, mesh)
         bank = engine.init_bank()
