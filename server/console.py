@@ -1,6 +1,7 @@
 """What the `zen` command shows: results on stdout, everything else on stderr."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 # What is worked on, how much is done, how much there is.
 type Report = Callable[[str, int, int], None]
 
+# Control characters but tab and line feed.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Tables keep their columns when they are piped somewhere.
 _PIPED_WIDTH = 160
 
@@ -29,6 +32,14 @@ def stderr() -> Console:
 def say(text: str) -> None:
     """Prints a line of result at once."""
     print(text, flush=True)
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Prints what a model wrote: on a terminal without control characters, which could move the
+    cursor or rename the window; piped, as it is."""
+    if sys.stdout.isatty():
+        text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    print(text, end=end, flush=True)
 
 
 def note(text: str) -> None:

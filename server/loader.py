@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from server.events import Loaded, LoadFailed
-from zen_jax.checkpoint.manifest import NotServedYet, VariantCorrupt
+from zen_jax.checkpoint.manifest import NotServedYet, VariantCorrupt, WrongBase
 from zen_jax.delta.bank import DoesNotFit
 
 if TYPE_CHECKING:
@@ -165,6 +165,8 @@ def _failure(variant: Variant, attempt: int, error: Exception) -> LoadFailed:
         return LoadFailed(variant.digest, attempt, "corrupt", message)
     if isinstance(error, DoesNotFit | NotServedYet):
         return LoadFailed(variant.digest, attempt, "does_not_fit", f"{variant.name}: {error}")
+    if isinstance(error, WrongBase):
+        return LoadFailed(variant.digest, attempt, "load_failed", str(error))
     message = f"{variant.name} could not be loaded (error {error_id})"
     return LoadFailed(variant.digest, attempt, "load_failed", message)
 

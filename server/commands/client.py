@@ -22,11 +22,11 @@ def generate(
     with ZenClient(address) as client, client.stream(model, text, **options) as stream:
         for piece in stream:
             if not as_json:
-                print(piece, end="", flush=True)
+                console.show(piece, end="")
         if as_json:
             console.print_json(_as_dict(stream.generation))
         else:
-            print(flush=True)
+            console.show("")
             console.note(_summary(stream.generation.completion))
 
 

@@ -38,4 +38,4 @@ def run(
         )
         return
     for answer in answers:
-        console.say(answer.text)
+        console.show(answer.text)

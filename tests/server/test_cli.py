@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from server import cli
+from server import cli, console
 from server.app import ServeOptions, running
 from server.client import ZenClient
 from zen_jax.checkpoint.store import Store
@@ -249,6 +249,15 @@ def test_the_client_asks_and_lists(zen, tiny_store):
             status, out, err = zen("client", *bad, *at)
             assert (status, out.strip()) == (2, "")
             assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_a_model_wrote_cannot_steer_a_terminal(terminal, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    console.show("a\tb\x1b[2Jc\n", end="")
+    assert capsys.readouterr().out == (
+        "a\tb\N{REPLACEMENT CHARACTER}[2Jc\n" if terminal else "a\tb\x1b[2Jc\n"
+    )
 
 
 def test_prompts_are_answered_without_a_server(zen, tiny_store):
