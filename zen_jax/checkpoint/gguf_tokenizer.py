@@ -1,10 +1,11 @@
 """A GGUF file's tokenizer settings as the files of a Hugging Face folder.
 
-Only byte-level BPE of the kinds in `_KINDS` is read. Another kind is refused: a tokenizer that is
-nearly right gives answers that are nearly right.
+Byte-level BPE of the kinds in `_KINDS` is read, and SentencePiece's BPE as Llama 2 and Mistral have
+it. Another kind is refused: a tokenizer that is nearly right gives answers that are nearly right.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,10 @@ from zen_jax.config import ModelConfig
 
 _TEMPLATE = "tokenizer.chat_template"
 _MAX_TEMPLATE = 2**20
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+# SentencePiece's mark of a space, and the longest token whose parts are looked for.
+_MARK = "\u2581"
+_LONGEST = 256
 # What a text is first cut into; the patterns are those of the published tokenizers.
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -58,11 +62,12 @@ def tokenizer_files(
         if key.startswith("tokenizer.ggml.")
     }
     model, pre = own.get("model"), own.get("pre")
-    if model != "gpt2" or not isinstance(pre, str) or pre not in _KINDS:
+    sentence_piece = model == "llama"
+    if not sentence_piece and (model != "gpt2" or not isinstance(pre, str) or pre not in _KINDS):
         raise SourceError(
             where,
-            f"has a tokenizer of the kind {model!r:.40}, {pre!r:.40}; read are 'gpt2' with "
-            f"{', '.join(_KINDS)}. Convert the model's Hugging Face folder instead",
+            f"has a tokenizer of the kind {model!r:.40}, {pre!r:.40}; read are 'llama', and 'gpt2' "
+            f"with {', '.join(_KINDS)}. Convert the model's Hugging Face folder instead",
         )
     tokens = _tokens(where, own, config.vocab_size)
     template = settings.get(_TEMPLATE)
@@ -70,7 +75,9 @@ def tokenizer_files(
         raise SourceError(where, f"has a chat template that is no text below {_MAX_TEMPLATE} bytes")
     ids = {name: _token_id(where, own, name, tokens) for name in {*_NAMED.values(), *_ENDS}}
     named = {name: tokens[i] for name, key in _NAMED.items() if (i := ids[key]) is not None}
-    add_bos = bool(own.get("add_bos_token", _KINDS[pre][3])) and "bos_token" in named
+    begins = sentence_piece or _KINDS[own["pre"]][3]
+    add_bos = bool(own.get("add_bos_token", begins)) and "bos_token" in named
+    described = (_sentence_piece if sentence_piece else _byte_level)(where, own, tokens)
     tokenizer_config = {"add_bos_token": add_bos, **named}
     if template is not None:
         tokenizer_config["chat_template"] = template
@@ -78,7 +85,7 @@ def tokenizer_files(
     return {
         "config.json": _json(config.to_hf()),
         "generation_config.json": _json({"eos_token_id": ends} if ends else {}),
-        "tokenizer.json": _json(_tokenizer(where, own, tokens)),
+        "tokenizer.json": _json(_tokenizer(described, _added(where, own, tokens))),
         "tokenizer_config.json": _json(tokenizer_config),
     }
 
@@ -112,8 +119,16 @@ def _token_id(where: str, own: Mapping[str, Any], name: str, tokens: list[str]) 
     return value
 
 
-def _tokenizer(where: str, own: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+def _tokenizer(described: Mapping[str, Any], added: list[dict[str, Any]]) -> dict[str, Any]:
     """The contents of tokenizer.json."""
+    rest = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None}
+    bpe = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None}
+    bpe |= {"end_of_word_suffix": None, **described["model"]}
+    return {**rest, "added_tokens": added, **described, "model": bpe}
+
+
+def _byte_level(where: str, own: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """The parts of tokenizer.json of a tokenizer whose characters stand for bytes."""
     step, normalizer, whole_words, _ = _KINDS[own["pre"]]
     prefix = bool(own.get("add_space_prefix", False))
     byte_level = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True}
@@ -128,20 +143,11 @@ def _tokenizer(where: str, own: Mapping[str, Any], tokens: list[str]) -> dict[st
     if step is not None:
         cut = {"type": "Sequence", "pretokenizers": [step, cut]}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added(where, own, tokens),
         "normalizer": None if normalizer is None else {"type": normalizer},
         "pre_tokenizer": cut,
-        "post_processor": None,
         "decoder": byte_level | {"use_regex": True},
         "model": {
-            "type": "BPE",
-            "dropout": None,
             "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": whole_words,
@@ -149,6 +155,55 @@ def _tokenizer(where: str, own: Mapping[str, Any], tokens: list[str]) -> dict[st
             "merges": _merges(where, own, tokens),
         },
     }
+
+
+def _sentence_piece(where: str, own: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """The parts of tokenizer.json of a tokenizer that marks spaces and falls back to bytes."""
+    unknown = _token_id(where, own, "unknown_token_id", tokens)
+    if unknown is None:
+        raise SourceError(where, "has no unknown_token_id, which SentencePiece's tokenizers have")
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
+    unmark = {"type": "Replace", "pattern": {"String": _MARK}, "content": " "}
+    prefix, strip = [], []
+    if own.get("add_space_prefix", True):
+        prefix = [{"type": "Prepend", "prepend": _MARK}]
+        strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    bytes_and_all = [unmark, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, space]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": bytes_and_all},
+        "model": {
+            "unk_token": tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": _merges_by_score(where, own, tokens),
+        },
+    }
+
+
+def _merges_by_score(where: str, own: Mapping[str, Any], tokens: list[str]) -> list[list[str]]:
+    """Every two tokens that join to a third, the third's score deciding which are joined first."""
+    scores, kinds = own.get("scores"), own.get("token_type")
+    if not isinstance(scores, list) or not isinstance(kinds, list):
+        raise SourceError(where, "lacks tokenizer.ggml.scores or tokenizer.ggml.token_type")
+    if not len(scores) == len(kinds) == len(tokens):
+        raise SourceError(where, f"has scores or token types that do not fit {len(tokens)} tokens")
+    if not all(isinstance(score, float) and math.isfinite(score) for score in scores):
+        raise SourceError(where, "has a token's score that is no finite number")
+    known = set(tokens)
+    found: list[tuple[float, int, list[str]]] = []
+    for place, (token, score, kind) in enumerate(zip(tokens, scores, kinds, strict=True)):
+        if kind != _NORMAL:
+            continue
+        if len(token) > _LONGEST:
+            raise SourceError(where, f"has a token of {len(token)} characters; at most {_LONGEST}")
+        for at in range(1, len(token)):
+            if token[:at] in known and token[at:] in known:
+                found.append((-score, place, [token[:at], token[at:]]))
+    return [pair for _, _, pair in sorted(found, key=lambda each: each[:2])]
 
 
 def _merges(where: str, own: Mapping[str, Any], tokens: list[str]) -> list[list[str]]:

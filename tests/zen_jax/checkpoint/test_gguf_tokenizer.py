@@ -70,7 +70,7 @@ def test_each_kind_cuts_text_its_own_way(tokenizer, tmp_path, pre: str, text: st
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"ggml__model": "llama"}, "a tokenizer of the kind 'llama', 'smollm'"),
+        ({"ggml__model": "bert"}, "a tokenizer of the kind 'bert', 'smollm'"),
         ({"ggml__pre": "tekken"}, "a tokenizer of the kind 'gpt2', 'tekken'"),
         ({"ggml__pre": None}, "a tokenizer of the kind 'gpt2', None"),
         ({"ggml__tokens": None}, "has no list of texts tokenizer.ggml.tokens"),
@@ -86,6 +86,75 @@ def test_each_kind_cuts_text_its_own_way(tokenizer, tmp_path, pre: str, text: st
 def test_what_is_not_read_is_refused(tokenizer, settings, problem: str) -> None:
     with pytest.raises(SourceError) as error:
         tokenizer(**settings)
+    assert problem in str(error.value)
+
+
+PIECES = ["▁", "t", "h", "e", "th", "▁t", "▁th", "the", "▁the"]
+SPELLED = {
+    "ggml__model": "llama",
+    "ggml__pre": "default",
+    "ggml__tokens": ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *PIECES],
+    "ggml__token_type": [2, 3, 3] + [6] * 256 + [1] * 9,
+    "ggml__scores": [0.0] * 259 + [-90.0, -91.0, -92.0, -93.0, -1.0, -2.0, -4.0, -3.0, -5.0],
+    "ggml__merges": None,
+    "ggml__unknown_token_id": 0,
+    "ggml__bos_token_id": 1,
+    "ggml__eos_token_id": 2,
+    "chat_template": "<s>{{ messages[0].content }}",
+}
+
+
+def test_sentence_piece(tokenizer) -> None:
+    made = tokenizer(**SPELLED)
+    piece = {text: 259 + i for i, text in enumerate(PIECES)}
+    assert made.encode("the") == [1, piece["▁the"]]
+    assert made.encode("thee h", add_bos=False) == [piece[text] for text in ("▁the", "e", "▁", "h")]
+    # What no piece spells is spelled in bytes.
+    assert made.encode("tä", add_bos=False) == [piece["▁t"], 3 + 0xC3, 3 + 0xA4]
+    for text in ("the  the", " t", "tä\n", "</s>e"):
+        ids = made.encode(text)
+        assert made.decode(ids) == text and 2 not in ids
+    assert made.eos_ids == frozenset({2})
+    assert made.chat([{"role": "user", "content": "the</s>"}])[:2] == [1, piece["▁the"]]
+
+
+@pytest.mark.parametrize(
+    ("th", "he", "pieces"), [(-1.0, -2.0, ["▁", "th", "e"]), (-2.0, -1.0, ["▁", "t", "he"])]
+)
+def test_the_scores_decide_what_is_joined_first(tokenizer, th, he, pieces) -> None:
+    tokens = [*SPELLED["ggml__tokens"][:259], "▁", "t", "h", "e", "th", "he"]
+    settings = {
+        "ggml__tokens": tokens,
+        "ggml__token_type": [2, 3, 3] + [6] * 256 + [1] * 6,
+        "ggml__scores": [0.0] * 263 + [th, he],
+    }
+    made = tokenizer(**(SPELLED | settings))
+    assert [tokens[i] for i in made.encode("the", add_bos=False)] == pieces
+
+
+def test_no_space_in_front_where_the_file_says_so(tokenizer) -> None:
+    made = tokenizer(**SPELLED, ggml__add_space_prefix=False)
+    piece = {text: 259 + i for i, text in enumerate(PIECES)}
+    assert made.encode("the", add_bos=False) == [piece["the"]]
+    assert made.decode([piece["▁the"], piece["the"]]) == " thethe"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"ggml__scores": None}, "lacks tokenizer.ggml.scores"),
+        ({"ggml__scores": [0.0]}, "scores or token types that do not fit 268 tokens"),
+        ({"ggml__scores": [float("nan")] * 268}, "score that is no finite number"),
+        ({"ggml__unknown_token_id": None}, "has no unknown_token_id"),
+        (
+            {"ggml__tokens": [*SPELLED["ggml__tokens"][:-1], "x" * 257]},
+            "a token of 257 characters; at most 256",
+        ),
+    ],
+)
+def test_sentence_piece_that_is_damaged(tokenizer, settings, problem: str) -> None:
+    with pytest.raises(SourceError) as error:
+        tokenizer(**(SPELLED | settings))
     assert problem in str(error.value)
 
 
