@@ -14,6 +14,8 @@ from zen_jax.layout import EMBED, HEAD
 
 # A variant may differ from its base in these settings; the others decide what its weights mean.
 _FREE = ("vocab_size", "tie_word_embeddings", "max_position")
+# Mistral's layout is Llama's; GGUF files do not tell them apart, and windows are compared anyway.
+_SAME_AS = {"mistral": "llama"}
 # Matrices that are looked at before all of them are converted.
 _SAMPLED = 16
 
@@ -69,6 +71,8 @@ def check_architecture(source: Source, base: Manifest) -> None:
     problems += [f"lacks {name}, which the base has" for name in lacking]
     for field in dataclasses.fields(ModelConfig):
         mine, its = getattr(source.config, field.name), getattr(base.config, field.name)
+        if field.name == "family":
+            mine, its = _SAME_AS.get(mine, mine), _SAME_AS.get(its, its)
         if mine != its and field.name not in _FREE:
             problems.append(f"config.json gives {field.name} {mine!r}; the base has {its!r}")
     if problems:

@@ -1,5 +1,6 @@
 """A pair that is none is told by its figures, refused, and converted only by force."""
 
+import dataclasses
 from pathlib import Path
 
 import ml_dtypes
@@ -81,3 +82,20 @@ def test_a_real_fine_tune_stands_far_from_the_limits(tmp_path: Path) -> None:
     convert_base(FAMILY / "base", tmp_path / "s")
     summary = convert_variant(FAMILY / "full" / "zen4-math", tmp_path / "s", "math")
     assert summary.stats["distance"] < 0.15 and summary.stats["signs_kept"] > 0.95
+
+
+def test_mistral_folders_and_llama_files_are_of_one_kind(
+    small, weights, write_gguf, family, tmp_path: Path
+) -> None:
+    base = weights(small)
+    convert_base(write_gguf(tmp_path / "b.gguf", small, base), tmp_path / "s")
+    tuned = {name: w + np.float32(0.01) for name, w in base.items()}
+    config = dataclasses.replace(small, family="mistral")
+    convert_variant(family.write(tmp_path / "t", tuned, **config.to_hf()), tmp_path / "s", "v")
+    window = dataclasses.replace(config, windows=(16, 16)).to_hf()
+    with pytest.raises(SourceError, match="windows"):
+        convert_variant(family.write(tmp_path / "w", tuned, **window), tmp_path / "s", "w")
+    qwen = dataclasses.replace(small, family="qwen3")
+    source = family.write(tmp_path / "q", weights(qwen), **qwen.to_hf())
+    with pytest.raises(SourceError, match="gives family 'qwen3'; the base has 'llama'"):
+        convert_variant(source, tmp_path / "s", "q")
