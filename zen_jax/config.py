@@ -154,6 +154,8 @@ class ModelConfig:
                 f"rms_norm_eps is {self.rms_norm_eps} and rope_theta {self.rope_theta}; "
                 "expected a small and a finite positive number"
             )
+        if isinstance(self.rope_scaling, float) and not 0 < self.rope_scaling < float("inf"):
+            raise ValueError(f"rope_scaling is {self.rope_scaling}; expected a positive factor")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
         if self.windows and len(self.windows) != self.num_layers:
