@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.bitdelta_matmul import reference
+from pallas_kernels.bitdelta_matmul import ops, reference
 from zen_jax.delta.format import WeightDelta
 from zen_jax.sharding import Placement
 
@@ -84,19 +84,12 @@ def _local(x: jax.Array, base: jax.Array, bank: WeightDelta, slots: jax.Array | 
     outputs = math.prod(out)
     w = base.reshape(outputs, size)
     if bank.bits is None or bank.scale is None or slots is None:
-        y = reference.base_matmul(x, w)
+        y = ops.base_matmul(x, w)
     else:
         m, levels = bank.bits.shape[:2]
         bits = bank.bits.reshape(m, levels, outputs, -1)
         scale = bank.scale.reshape(m, levels, outputs)
-        if x.shape[0] == 1:  # one variant: its signs are unpacked once for all tokens
-            slot = slots[0]
-            valid = (slot >= 0) & (slot < m)
-            one = jnp.where(valid, slot, 0)
-            alpha = jnp.where(valid, scale[one], 0.0)
-            y = reference.bitdelta_matmul(x, w, bits[one], alpha)
-        else:
-            y = reference.bitdelta_matmul_mixed(x, w, bits, scale, slots)
+        y = ops.bitdelta_matmul_mixed(x, w, bits, scale, slots)
     if bank.dense is not None and slots is not None:
         y += _dense_rows(x, bank.dense.reshape(-1, outputs, size), slots)
     return y.reshape(*x.shape[:-1], *out).astype(x.dtype)
