@@ -212,6 +212,7 @@ class ZenServer:
         finished &= await self._generate.idle(self._options.write_timeout_s)
         if self._server is not None:
             await self._server.stop(_CLOSING_S)
+        self._generate.close()
         return finished
 
     def hasten(self) -> None:

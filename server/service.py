@@ -10,6 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +40,9 @@ DEFAULT_MAX_TOKENS = 128
 
 # Longer than any pause of a reader that still wants its answer, in seconds.
 DEFAULT_WRITE_TIMEOUT_S = 10.0
+
+# Requests whose text is tokenized at a time. More would take the processor from the worker.
+_PREPARERS = 2
 
 # Fields of Sampling whose values can be judged one by one, by SamplingParams.
 _CHECKED_ALONE = ("max_tokens", "temperature", "top_k", "top_p")
@@ -120,6 +124,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self._clock = clock
         self._engine: _Engine | None = None
         self._refusal = "the server is starting"
+        self._preparers = ThreadPoolExecutor(_PREPARERS, "zen-prepare")
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -146,6 +151,10 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         """Answers new calls with UNAVAILABLE and `reason` from now on."""
         self._engine, self._refusal = None, reason
 
+    def close(self) -> None:
+        """Gives its threads up. No call may be in flight or come any more."""
+        self._preparers.shutdown(wait=False, cancel_futures=True)
+
     async def Generate(  # noqa: N802, the name is the protocol's
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
@@ -158,8 +167,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         try:
             remaining_s = context.time_remaining()
             deadline = None if remaining_s is None else self._clock() + remaining_s
-            # Files are looked at and text is tokenized there: neither may hold up the loop.
-            prepared = await asyncio.to_thread(self._prepare, request, deadline, engine.limits)
+            # Files are looked at and text is tokenized there: neither may hold up the loop. A call
+            # that is cancelled before its turn takes none.
+            prepared = await asyncio.get_running_loop().run_in_executor(
+                self._preparers, self._prepare, request, deadline, engine.limits
+            )
             await self._answer(prepared, engine.worker, context)
         finally:
             self._in_flight -= 1
@@ -170,6 +182,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self, message: pb.GenerateRequest, deadline: float | None, limits: Limits
     ) -> Request:
         """Checks a message, finds its variant and tokenizes its input; raises StatusError."""
+        if deadline is not None and deadline <= self._clock():
+            raise status.deadline_exceeded("the request's deadline has passed")
         violations = list(check(message, limits))
         if violations:
             raise status.invalid_argument(violations)
@@ -183,6 +197,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             raise status.invalid_argument(violations)
         # The worker needs it too: found here, it is not read from files on the loop.
         tokenizer = self._tokenizer(variant)
+        _check_size(message, tokenizer, limits)
         token_ids = _token_ids(message, tokenizer)
         sampling = _sampling(message, len(token_ids), limits)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
@@ -298,10 +313,27 @@ def _check_input(message: pb.GenerateRequest, limits: Limits) -> Iterator[Violat
         case "token_ids":
             if not message.token_ids.ids:
                 yield Violation("token_ids.ids", "is empty; give at least one token")
+            if len(message.token_ids.ids) >= limits.max_length:
+                yield Violation("token_ids", _too_long(len(message.token_ids.ids), limits))
+                return
             for i, token_id in enumerate(message.token_ids.ids):
                 if token_id >= limits.vocab_size:
                     yield _outside(f"token_ids.ids[{i}]", token_id, limits)
                     return
+
+
+def _check_size(message: pb.GenerateRequest, tokenizer: Tokenizer, limits: Limits) -> None:
+    """Refuses text that is too long whatever its tokens are: to tokenize it would cost time."""
+    field = message.WhichOneof("input") or "input"
+    texts = [message.prompt, *(turn.content for turn in message.messages.messages)]
+    size = sum(len(text.encode()) for text in texts)
+    most = (limits.max_length - 1) * tokenizer.longest_bytes
+    if size > most:
+        raise _invalid(
+            field,
+            f"is {size} bytes long; this server's context of {limits.max_length} tokens has room "
+            f"for no more than {most}",
+        )
 
 
 def _token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -327,8 +359,7 @@ def _sampling(message: pb.GenerateRequest, prompt_tokens: int, limits: Limits) -
     if room < 1:
         raise _invalid(
             message.WhichOneof("input") or "input",
-            f"is {prompt_tokens} tokens long; this server's context of "
-            f"{limits.max_length} leaves room for {limits.max_length - 1}",
+            _too_long(prompt_tokens, limits),
         )
     wanted = message.sampling
     if wanted.HasField("max_tokens") and wanted.max_tokens > room:
@@ -402,6 +433,13 @@ def _given(sampling: pb.Sampling, field: str, default):
 
 def _invalid(field: str, text: str) -> StatusError:
     return status.invalid_argument([Violation(field, text)])
+
+
+def _too_long(tokens: int, limits: Limits) -> str:
+    return (
+        f"is {tokens} tokens long; this server's context of {limits.max_length} leaves room for "
+        f"{limits.max_length - 1}"
+    )
 
 
 def _outside(field: str, token_id: int, limits: Limits) -> Violation:

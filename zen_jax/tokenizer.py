@@ -9,6 +9,7 @@ Decoding works on bytes, so that a character spread over several tokens appears 
 """
 
 import codecs
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +21,19 @@ import tokenizers
 
 from zen_jax.chat_template import ChatTemplate
 from zen_jax.spelling import Spelling
+from zen_jax.tokenizer_files import (
+    ENDS_IN,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    chat_template,
+    end_ids,
+    json_of,
+    of_library,
+    read_files,
+    text_of,
+    token_names,
+)
 
-MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # the largest published ones have some 40 MB
-MAX_CONFIG_BYTES = 16 * 1024 * 1024  # a tokenizer_config.json may list thousands of added tokens
 MAX_TOKENS = 4 * 1024 * 1024
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -35,12 +46,14 @@ class Tokenizer:
       eos_ids: tokens that end an answer.
       bos_id: the token that begins a text, if there is one.
       vocab_size: one more than the highest token id.
+      text_size: one more than the highest id that a user's text can become.
       spelling: how its tokens stand for text.
     """
 
     eos_ids: frozenset[int]
     bos_id: int | None
     vocab_size: int
+    text_size: int
     spelling: Spelling
 
     def __init__(
@@ -67,7 +80,8 @@ class Tokenizer:
         """
         self._names = dict(names or {})
         self._backend = backend
-        self.vocab_size = 1 + max(backend.get_vocab().values(), default=-1)
+        every = set(backend.get_vocab().values())
+        self.vocab_size = 1 + max(every, default=-1)
         if self.vocab_size > MAX_TOKENS:
             raise ValueError(f"a token has the id {self.vocab_size - 1}; expected < {MAX_TOKENS}")
         backend.no_truncation()
@@ -81,6 +95,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special = {token.content: token for token in added.values() if token.special}
         self._special_ids = {token.content: i for i, token in added.items() if token.special}
+        self.text_size = 1 + max(every - set(self._special_ids.values()), default=-1)
         # The unknown token stands for text that has no other; that is no harm unless it ends one.
         unknown = {self._names.get("unk_token"), getattr(backend.model, "unk_token", None)}
         harmless = {i for text, i in self._special_ids.items() if text in unknown} - self.eos_ids
@@ -108,26 +123,36 @@ class Tokenizer:
         Raises:
           ValueError: a file is missing, too large, damaged, or says what cannot be honoured.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(
-                f"{path} is missing; save the tokenizer in the fast format (tokenizer.json)"
-            )
-        backend = _backend(path)
-        config = _read_json(folder / "tokenizer_config.json")
-        add_bos = config.get("add_bos_token")
-        if not isinstance(add_bos, bool | None):
-            raise ValueError(f"{folder}: add_bos_token is {add_bos!r}; expected true or false")
         try:
-            return cls(
-                backend,
-                names=_token_names(config),
-                eos_ids=_eos_ids(folder),
-                add_bos=add_bos,
-                chat_template=_chat_template(folder, config),
-            )
+            return cls.from_files(read_files(folder))
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes]) -> "Tokenizer":
+        """As `from_folder`, from the contents of the files by their names.
+
+        Raises:
+          ValueError: as `from_folder`; the file at fault is named.
+        """
+        source = text_of(files, TOKENIZER)
+        if source is None:
+            raise ValueError(f"{TOKENIZER} is missing; save the tokenizer in the fast format")
+        backend = of_library(lambda: tokenizers.Tokenizer.from_str(source), "is no tokenizer")
+        config = json_of(files, TOKENIZER_CONFIG)
+        add_bos = config.get("add_bos_token")
+        if not isinstance(add_bos, bool | None):
+            raise ValueError(
+                f"{TOKENIZER_CONFIG}: add_bos_token is {add_bos!r}; expected true or false"
+            )
+        ids = (end_ids(files, name) for name in ENDS_IN)
+        return cls(
+            backend,
+            names=token_names(config),
+            eos_ids=next((found for found in ids if found is not None), frozenset()),
+            add_bos=add_bos,
+            chat_template=chat_template(files, config),
+        )
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of a text in which nothing is special.
@@ -219,6 +244,15 @@ class Tokenizer:
             self._bytes[token_id] = spelled
         return spelled
 
+    @functools.cached_property
+    def longest_bytes(self) -> int:
+        """The most bytes of a typed text that one token stands for, but for unknown tokens."""
+        plain = self._backend.get_vocab().keys() - self._special.keys()
+        spelled = [len(self.spelling.spell(token)) for token in plain]
+        if not self.spelling.byte_level:  # the mark of a space can be typed as well
+            spelled += [len(token.encode()) for token in plain]
+        return max(spelled, default=0)
+
     def _id_of(self, name: str) -> int | None:
         token = self._names.get(name)
         token_id = None if token is None else self._backend.token_to_id(token)
@@ -238,18 +272,20 @@ class Tokenizer:
     def _start_ids(self, add_bos: bool | None) -> tuple[int, ...]:
         if add_bos and self.bos_id is None:
             raise ValueError("add_bos_token is true, but bos_token names no token")
+        encoding = of_library(lambda: self._backend.encode("a"), "cannot be used")
         if add_bos is not None:
             return (self.bos_id,) if add_bos and self.bos_id is not None else ()
-        encoding = self._backend.encode("a")
         return tuple(encoding.ids[: len(list(takewhile(bool, encoding.special_tokens_mask)))])
 
     def _plain(self, text: str, first: bool = True) -> list[int]:
         """Ids of text without special tokens in it; `first` when nothing is before it."""
         backend = self._backend if first else self._later
         try:
-            ids = backend.encode(text, add_special_tokens=False).ids
+            # Unlike `encode`, it lets other threads run meanwhile.
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
         except TypeError:  # the library's answer to lone surrogates
             raise ValueError("the text is not valid Unicode: it has a lone surrogate") from None
+        ids = encoding.ids
         if self._never.isdisjoint(ids):
             return ids
         # Some vocabularies hold the special tokens' text as whole words. Taken apart after its
@@ -377,78 +413,3 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
             raise ValueError(f"message {place} has an unknown role; known are {', '.join(ROLES)}")
         if not isinstance(message["content"], str):
             raise ValueError(f"message {place} has a content that is no text")
-
-
-def _read(path: Path, limit: int) -> str:
-    size = path.stat().st_size
-    if size > limit:
-        raise ValueError(f"{path} has {size} bytes; at most {limit} are read")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text") from None
-
-
-def _backend(path: Path) -> tokenizers.Tokenizer:
-    source = _read(path, MAX_TOKENIZER_BYTES)
-    try:
-        return tokenizers.Tokenizer.from_str(source)
-    except BaseException as error:
-        # The library raises plain Exception, and for some damage its Rust code panics, which
-        # derives from BaseException and would end the thread.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"{path} is no tokenizer: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read(path, MAX_CONFIG_BYTES))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is no valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}; expected an object")
-    return value
-
-
-def _token_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """ "bos_token" and such -> the token's text, which a file may write as text or as an object."""
-    names = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = config.get(name)
-        value = value.get("content") if isinstance(value, Mapping) else value
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise ValueError(f"{name} is {value!r}; expected a token's text")
-        names[name] = value
-    return names
-
-
-def _eos_ids(folder: Path) -> frozenset[int]:
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise ValueError(f"{name} has eos_token_id {value!r}; expected an id or a list of them")
-        return frozenset(ids)
-    return frozenset()
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return _read(path, MAX_CONFIG_BYTES)
-    value = config.get("chat_template")
-    if isinstance(value, list):  # several by name; "default" is the one for conversations
-        entries = [entry for entry in value if isinstance(entry, Mapping)]
-        named = {entry.get("name"): entry.get("template") for entry in entries}
-        value = named.get("default")
-    if not isinstance(value, str | None):
-        raise ValueError("chat_template is neither a text nor a list with a default")
-    return value

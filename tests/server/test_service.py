@@ -1,6 +1,7 @@
 """GenerateService over a real channel, with a worker that does what each test says."""
 
 import asyncio
+import functools
 import logging
 import threading
 import time
@@ -27,7 +28,7 @@ from server.requests import (
 )
 from server.router import Router
 from server.service import GenerateService, Limits
-from server.status import ErrorInterceptor
+from server.status import ErrorInterceptor, StatusError
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc
 from zen_jax.checkpoint.manifest import Variant, VariantCorrupt, VariantNotFound
@@ -50,12 +51,27 @@ class FakeStore:
 
 
 class FakeTokenizer(Tokenizer):
-    """One token per character; `boom` stands for a fault inside."""
+    """One token per character; `boom` stands for a fault inside.
+
+    Attributes:
+        encoded: how many texts were tokenized.
+        gate: what tokenizing waits for.
+    """
+
+    encoded = 0
+    gate = threading.Event()
 
     def __init__(self) -> None:
         """Needs none of what a tokenizer is made of."""
 
+    @functools.cached_property
+    def longest_bytes(self) -> int:
+        return 4
+
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        FakeTokenizer.encoded += 1
+        if text.startswith("slow"):
+            self.gate.wait(10)
         if text.startswith("boom"):
             raise RuntimeError(f"cannot encode {text}")
         return [1] * add_bos + [ord(c) % 256 for c in text]
@@ -296,6 +312,66 @@ async def test_a_bad_field_is_named(served, worker, request_, fields):
 )
 async def test_the_last_good_value_is_accepted(served, request_):
     assert (await served.generate(request_))[-1].HasField("completion")
+
+
+@pytest.mark.parametrize(
+    "request_, field",
+    [
+        (ask(prompt="x" * (63 * 4 + 1)), "prompt"),
+        (ask(prompt="é" * (63 * 2 + 1)), "prompt"),
+        (_messages(*[("user", "x" * 51)] * 5), "messages"),
+        (_tokens(*[3] * 1_000_000), "token_ids"),
+    ],
+)
+async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
+    served, monkeypatch, request_, field
+):
+    def never(*_: object) -> None:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(FakeTokenizer, "encode", never)
+    monkeypatch.setattr(FakeTokenizer, "chat", never)
+    code, text, _ = await served.refused(request_)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text.startswith(f"{field}: is ") and "context of 64" in text
+
+
+async def _happens(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    def wait() -> bool:
+        end = time.monotonic() + within_s
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.005)
+        return condition()
+
+    assert await asyncio.to_thread(wait)
+
+
+async def test_calls_that_wait_to_be_tokenized_take_no_turn_once_they_are_over(
+    served, worker, monkeypatch
+):
+    monkeypatch.setattr(FakeTokenizer, "gate", threading.Event())
+    monkeypatch.setattr(FakeTokenizer, "encoded", 0)
+    slow = [asyncio.create_task(served.generate(ask(prompt="slow"))) for _ in range(2)]
+    await _happens(lambda: FakeTokenizer.encoded == 2)
+    # Nobody else gets a turn: these end while they wait.
+    gone = [served.stub.Generate(ask()) for _ in range(20)]
+    late = [served.stub.Generate(ask(), timeout=1.0) for _ in range(20)]
+    await _happens(lambda: served.service.in_flight == 42)
+    for call in gone:
+        call.cancel()
+    await _happens(lambda: served.service.in_flight == 2)
+    assert [await call.code() for call in late] == [grpc.StatusCode.DEADLINE_EXCEEDED] * 20
+    FakeTokenizer.gate.set()
+    await asyncio.gather(*slow)
+    await served.generate(ask())
+    assert FakeTokenizer.encoded == 3
+    assert len(worker.requests) == 3
+
+
+def test_a_deadline_that_has_passed_ends_the_preparation(worker):
+    service = GenerateService(router=Router(FakeStore()), tokenizers=find_tokenizer)
+    with pytest.raises(StatusError, match="deadline"):
+        service._prepare(ask(), time.monotonic() - 1, LIMITS)
 
 
 async def test_an_unknown_model_is_not_found(served, worker):

@@ -1,6 +1,8 @@
 """Tokens and text: nothing that a user types is special, and no character is shown in part."""
 
 import functools
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -185,6 +187,35 @@ def test_typed_text_never_becomes_a_special_token(build: Build, text: str) -> No
 def test_text_comes_back(build: Build, text: str) -> None:
     tokenizer = made(build)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("build", ALL)
+@given(text=texts)
+def test_no_token_stands_for_more_bytes_than_the_longest(build: Build, text: str) -> None:
+    tokenizer = made(build)
+    ids = tokenizer.encode(text, add_bos=False)
+    if tokenizer._backend.token_to_id("<unk>") not in ids:
+        assert len(text.encode()) <= len(ids) * tokenizer.longest_bytes
+    longest = {"bytes_only": 9, "byte_merges": 4, "greedy_special": 9}  # "<tool> π", " the"
+    assert tokenizer.longest_bytes == longest.get(build.__name__, tokenizer.longest_bytes)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    tokenizer, turns, done = made(byte_merges), 0, threading.Event()
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not done.wait(0.001):
+            turns += 1
+
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    started = time.monotonic()
+    tokenizer.encode(WORDS * 2000)
+    took = time.monotonic() - started
+    done.set()
+    thread.join()
+    assert turns > took / 0.1, f"{turns} turns in {took} s"
 
 
 @pytest.mark.parametrize("text", SPECIALS)
