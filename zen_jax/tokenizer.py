@@ -257,7 +257,7 @@ class Tokenizer:
         token = self._names.get(name)
         token_id = None if token is None else self._backend.token_to_id(token)
         if token is not None and token_id is None:
-            raise ValueError(f"{name} is {token!r}, which the vocabulary lacks")
+            raise ValueError(f"{TOKENIZER_CONFIG}: {name} is {token!r}, which the vocabulary lacks")
         return token_id
 
     def _mark_special(self, ids: set[int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, processors
 
-from zen_jax import tokenizer as module
+from zen_jax import tokenizer_files as module
 from zen_jax.tokenizer import Tokenizer
 from zen_jax.training.bytes_tokenizer import BOS, CHAT_TEMPLATE, EOS, VOCAB_SIZE, build_tokenizer
 
@@ -161,6 +161,25 @@ def test_token_ids_out_of_all_proportion_are_refused(folder: Path) -> None:
     write(folder, "tokenizer", source)
     with pytest.raises(ValueError, match=str(2**31)):
         Tokenizer.from_folder(folder)
+
+
+def test_a_tokenizer_that_fails_at_every_text_is_refused(folder: Path) -> None:
+    source = json.loads((folder / "tokenizer.json").read_text())
+    source["model"] = {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "?"}
+    write(folder, "tokenizer", {**source, "added_tokens": [], "post_processor": None})
+    for add_bos in (None, False):
+        write(folder, "tokenizer_config", {"add_bos_token": add_bos})
+        with pytest.raises(ValueError, match=r"tokenizer\.json cannot be used: WordLevel error"):
+            Tokenizer.from_folder(folder)
+
+
+def test_which_tokens_text_can_become(folder: Path) -> None:
+    assert Tokenizer.from_folder(folder).text_size == 256
+    write(folder, "tokenizer_config", {})
+    source = json.loads((folder / "tokenizer.json").read_text())
+    source["added_tokens"][-1]["special"] = False
+    write(folder, "tokenizer", source)
+    assert Tokenizer.from_folder(folder).text_size == VOCAB_SIZE
 
 
 def test_a_panic_in_the_library_is_an_error_like_any_other(folder: Path) -> None:
