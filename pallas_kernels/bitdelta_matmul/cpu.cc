@@ -97,12 +97,49 @@ ZEN_AVX512 inline __m512 load_weight(const void* w, int64_t at, __mmask16 k) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-// OUT outputs x ROWS rows in registers; the last chunk is masked.
-template <bool kBf16, int OUT, int ROWS>
-ZEN_AVX512 void base_tile(const Problem& p, int64_t o, int64_t r) {
-  __m512 c[OUT][ROWS];
-  for (int a = 0; a < OUT; a++)
-    for (int b = 0; b < ROWS; b++) c[a][b] = _mm512_setzero_ps();
+// The first level's signs of one row with OUT outputs, or none for a row of the base.
+struct Signs {
+  const uint8_t* bits = nullptr;  // of the tile's first output
+  const float* scale = nullptr;
+};
+
+inline Signs signs_of(const Problem& p, int64_t r, int64_t o, int64_t level) {
+  const int32_t slot = p.bits ? p.slots[r / p.per_slot] : -1;
+  if (slot < 0 || slot >= p.variants || level >= p.levels) return {};
+  const int64_t at = (slot * p.levels + level) * p.outputs + o;
+  return {p.bits + at * p.bytes, p.scale + at};
+}
+
+inline uint16_t mask_at(const uint8_t* bits, int64_t i) {
+  uint16_t k;
+  std::memcpy(&k, bits + i / 8, 2);
+  return k;
+}
+
+// The last bits of a row of signs, which may end after one byte.
+inline uint16_t last_mask(const Problem& p, const uint8_t* bits, int64_t i) {
+  uint16_t k = bits[i / 8];
+  if (p.bytes - i / 8 > 1) k |= uint16_t(bits[i / 8 + 1] << 8);
+  return k;
+}
+
+// OUT outputs x ROWS rows in registers, the first level's signs in the same loop, so that their
+// additions are done while weights are on their way; the last chunk is masked.
+template <bool kBf16, bool kSigns, int OUT, int ROWS>
+ZEN_AVX512 void tile(const Problem& p, int64_t o, int64_t r) {
+  __m512 c[OUT][ROWS], plus[kSigns ? OUT : 1][kSigns ? ROWS : 1];
+  Signs signs[ROWS];
+  for (int b = 0; b < ROWS; b++) {
+    if (kSigns) signs[b] = signs_of(p, r + b, o, 0);
+    for (int a = 0; a < OUT; a++) {
+      c[a][b] = _mm512_setzero_ps();
+      if (kSigns) plus[a][b] = _mm512_setzero_ps();
+    }
+  }
+  // A row of the base reads some signs too, and does not use them.
+  const uint8_t* bits[ROWS];
+  for (int b = 0; b < ROWS; b++)
+    bits[b] = signs[b].bits ? signs[b].bits : p.bits + (kSigns ? o * p.bytes : 0);
   const float* x = p.x + r * p.padded;
   const int64_t whole = p.inputs / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
@@ -113,77 +150,86 @@ ZEN_AVX512 void base_tile(const Problem& p, int64_t o, int64_t r) {
     for (int b = 0; b < ROWS; b++) {
       const __m512 v = _mm512_loadu_ps(x + b * p.padded + i);
 #pragma GCC unroll 8
-      for (int a = 0; a < OUT; a++) c[a][b] = _mm512_fmadd_ps(w[a], v, c[a][b]);
+      for (int a = 0; a < OUT; a++) {
+        c[a][b] = _mm512_fmadd_ps(w[a], v, c[a][b]);
+        if (kSigns) {
+          const __mmask16 k = mask_at(bits[b] + a * p.bytes, i);
+          plus[a][b] = _mm512_mask_add_ps(plus[a][b], k, plus[a][b], v);
+        }
+      }
     }
   }
   if (whole < p.inputs) {
     const __mmask16 k = (1u << (p.inputs - whole)) - 1;
     for (int a = 0; a < OUT; a++) {
       const __m512 w = load_weight<kBf16>(p.w, (o + a) * p.inputs + whole, k);
-      for (int b = 0; b < ROWS; b++)
-        c[a][b] = _mm512_fmadd_ps(w, _mm512_loadu_ps(x + b * p.padded + whole), c[a][b]);
+      for (int b = 0; b < ROWS; b++) {
+        const __m512 v = _mm512_loadu_ps(x + b * p.padded + whole);
+        c[a][b] = _mm512_fmadd_ps(w, v, c[a][b]);
+        if (kSigns) {
+          const __mmask16 m = last_mask(p, bits[b] + a * p.bytes, whole);
+          plus[a][b] = _mm512_mask_add_ps(plus[a][b], m, plus[a][b], v);
+        }
+      }
     }
   }
   for (int b = 0; b < ROWS; b++)
-    for (int a = 0; a < OUT; a++) p.y[(r + b) * p.outputs + o + a] = across(c[a][b]);
+    for (int a = 0; a < OUT; a++) {
+      float y = across(c[a][b]);
+      if (kSigns && signs[b].bits)
+        y += signs[b].scale[a] * (2 * across(plus[a][b]) - p.x_sum[r + b]);
+      p.y[(r + b) * p.outputs + o + a] = y;
+    }
 }
 
-template <bool kBf16, int OUT>
-ZEN_AVX512 void base_rows(const Problem& p, int64_t o) {
+// Three rows with signs, or four without, are what 32 registers hold.
+template <bool kBf16, bool kSigns, int OUT>
+ZEN_AVX512 void tile_rows(const Problem& p, int64_t o) {
+  constexpr int kRows = kSigns ? 3 : 4;
   int64_t r = 0;
-  for (; r + 4 <= p.rows; r += 4) base_tile<kBf16, OUT, 4>(p, o, r);
+  for (; r + kRows <= p.rows; r += kRows) tile<kBf16, kSigns, OUT, kRows>(p, o, r);
   switch (p.rows - r) {
-    case 3: base_tile<kBf16, OUT, 3>(p, o, r); break;
-    case 2: base_tile<kBf16, OUT, 2>(p, o, r); break;
-    case 1: base_tile<kBf16, OUT, 1>(p, o, r); break;
+    case 3: tile<kBf16, kSigns, OUT, 3>(p, o, r); break;
+    case 2: tile<kBf16, kSigns, OUT, 2>(p, o, r); break;
+    case 1: tile<kBf16, kSigns, OUT, 1>(p, o, r); break;
   }
 }
 
-// One row's signs with OUT outputs: each x is loaded once for all of them.
+// One row's signs of a further level with OUT outputs: each x is loaded once for all of them.
 template <int OUT>
-ZEN_AVX512 void sign_tile(const Problem& p, int64_t o, int64_t r, int64_t at) {
+ZEN_AVX512 void sign_tile(const Problem& p, int64_t o, int64_t r, const Signs& signs) {
   const float* x = p.x + r * p.padded;
-  const uint8_t* bits = p.bits + (at + o) * p.bytes;
   __m512 plus[OUT];
   for (int a = 0; a < OUT; a++) plus[a] = _mm512_setzero_ps();
   const int64_t whole = p.inputs / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
     const __m512 v = _mm512_loadu_ps(x + i);
 #pragma GCC unroll 8
-    for (int a = 0; a < OUT; a++) {
-      uint16_t k;
-      std::memcpy(&k, bits + a * p.bytes + i / 8, 2);
-      plus[a] = _mm512_mask_add_ps(plus[a], k, plus[a], v);
-    }
+    for (int a = 0; a < OUT; a++)
+      plus[a] = _mm512_mask_add_ps(plus[a], mask_at(signs.bits + a * p.bytes, i), plus[a], v);
   }
   if (whole < p.inputs) {
     const __m512 v = _mm512_loadu_ps(x + whole);  // zeros after the end
     for (int a = 0; a < OUT; a++) {
-      const uint8_t* left = bits + a * p.bytes + whole / 8;
-      uint16_t k = left[0];
-      if (p.bytes - whole / 8 > 1) k |= uint16_t{left[1]} << 8;
+      const __mmask16 k = last_mask(p, signs.bits + a * p.bytes, whole);
       plus[a] = _mm512_mask_add_ps(plus[a], k, plus[a], v);
     }
   }
   for (int a = 0; a < OUT; a++)
-    p.y[r * p.outputs + o + a] += p.scale[at + o + a] * (2 * across(plus[a]) - p.x_sum[r]);
+    p.y[r * p.outputs + o + a] += signs.scale[a] * (2 * across(plus[a]) - p.x_sum[r]);
 }
 
-template <bool kBf16>
+template <bool kBf16, bool kSigns>
 ZEN_AVX512 void avx512_block(const Problem& p, int64_t begin, int64_t end) {
   int64_t o = begin;
-  for (; o + 4 <= end; o += 4) base_rows<kBf16, 4>(p, o);
-  for (; o < end; o++) base_rows<kBf16, 1>(p, o);
-  if (!p.bits) return;
-  for (int64_t r = 0; r < p.rows; r++) {
-    const int32_t slot = p.slots[r / p.per_slot];
-    if (slot < 0 || slot >= p.variants) continue;
-    for (int64_t l = 0; l < p.levels; l++) {
-      const int64_t at = (slot * p.levels + l) * p.outputs;
-      for (o = begin; o + 8 <= end; o += 8) sign_tile<8>(p, o, r, at);
-      for (; o < end; o++) sign_tile<1>(p, o, r, at);
+  for (; o + 4 <= end; o += 4) tile_rows<kBf16, kSigns, 4>(p, o);
+  for (; o < end; o++) tile_rows<kBf16, kSigns, 1>(p, o);
+  for (int64_t level = 1; level < p.levels; level++)
+    for (int64_t r = 0; r < p.rows; r++) {
+      if (!signs_of(p, r, begin, level).bits) continue;
+      for (o = begin; o + 8 <= end; o += 8) sign_tile<8>(p, o, r, signs_of(p, r, o, level));
+      for (; o < end; o++) sign_tile<1>(p, o, r, signs_of(p, r, o, level));
     }
-  }
 }
 
 bool has_avx512() {
@@ -194,10 +240,13 @@ bool has_avx512() {
 
 using Block = void (*)(const Problem&, int64_t, int64_t);
 
-Block choose(bool bf16, bool portable) {
+Block choose(bool bf16, bool signs, bool portable) {
 #if defined(ZEN_AVX512)
   static const bool avx512 = has_avx512();
-  if (avx512 && !portable) return bf16 ? avx512_block<true> : avx512_block<false>;
+  if (avx512 && !portable) {
+    if (bf16) return signs ? avx512_block<true, true> : avx512_block<true, false>;
+    return signs ? avx512_block<false, true> : avx512_block<false, false>;
+  }
 #endif
   return plain_block;
 }
@@ -209,7 +258,7 @@ struct Work {
 };
 
 void run(const Problem& p, ffi::ThreadPool& pool, bool portable) {
-  const Block block = choose(p.w_bf16, portable);
+  const Block block = choose(p.w_bf16, p.levels > 0, portable);
   const int64_t blocks = (p.outputs + kBlock - 1) / kBlock;
   auto take = [&p, block, blocks](Work& work) {
     for (int64_t b; (b = work.next.fetch_add(1)) < blocks;) {
