@@ -79,12 +79,17 @@ class Member:
         tensors = store.read_variant(self.variant)
         return jax.device_put(held.fuse_variant(tensors))
 
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        """The member's own architecture."""
+        if self.variant is None:
+            return self._family.held.base
+        return self._family.store.manifest(self.variant).config
+
     @property
     def vocab_size(self) -> int:
         """V, the tokens that the member itself has."""
-        if self.variant is None:
-            return self._family.held.base.vocab_size
-        return self._family.store.manifest(self.variant).config.vocab_size
+        return self.config.vocab_size
 
     @property
     def params(self) -> Params:
@@ -99,12 +104,18 @@ class Member:
         """int32[B, T] -> float32[B, T, V], every sequence from position 0.
 
         Raises:
-          ValueError: not a rectangle of tokens of the vocabulary.
+          ValueError: not a rectangle of tokens of the vocabulary, or more of them than the model
+            has positions.
         """
         ids = np.asarray(tokens)
         vocab = self.vocab_size
         if ids.ndim != 2 or not ids.size or ids.dtype.kind not in "iu":
             raise ValueError(f"tokens have shape {ids.shape}; expected whole numbers [B, T]")
+        positions = self.config.max_position
+        if ids.shape[1] > positions:
+            raise ValueError(
+                f"a sequence has {ids.shape[1]} tokens; the model has {positions} positions"
+            )
         if ids.min() < 0 or ids.max() >= vocab:
             raise ValueError(f"a token id is outside 0 to {vocab - 1}")
         return self._family.forward(self.params, jnp.asarray(ids, jnp.int32))[..., :vocab]

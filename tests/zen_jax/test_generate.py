@@ -86,5 +86,7 @@ def test_bad_requests_are_named(family: Family) -> None:
         member.logits([[0.5]])
     with pytest.raises(ValueError, match="outside 0 to 263"):
         member.logits([[264]])
+    with pytest.raises(ValueError, match="has 1025 tokens; the model has 1024 positions"):
+        member.logits(np.zeros((2, 1025), int))
     with pytest.raises(ValueError, match="manifest"):
         zen_jax.load(DEMO)
