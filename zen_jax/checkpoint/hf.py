@@ -7,6 +7,7 @@ problem is reported, not the first. Tensors are read one at a time. Knows nothin
 import dataclasses
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,18 +111,19 @@ class HuggingFaceFolder:
         Paths that name somebody's folders are left out of the JSON ones.
 
         Raises:
-          SourceError: a file is larger than any tokenizer, or no JSON.
+          SourceError: a file is larger than any tokenizer, cannot be read, or is no JSON; or there
+            is something of that name that is no file.
         """
         found: dict[str, bytes] = {}
         for name in TOKENIZER_FILES:
             file = self.path / name
-            if not file.is_file():
+            if not os.path.lexists(file):
                 continue
-            if file.stat().st_size > _MAX_TOKENIZER_BYTES:
-                raise SourceError(name, f"is larger than {_MAX_TOKENIZER_BYTES} bytes")
-            found[name] = (
-                _without_paths(file) if name.endswith("config.json") else file.read_bytes()
-            )
+            try:
+                found[name] = _tokenizer_file(file)
+            except OSError as error:
+                problem = f"{name} cannot be read ({error.strerror})"
+                raise SourceError(self.name, problem) from error
         return found
 
 
@@ -129,6 +131,15 @@ def not_finite(name: str, values: np.ndarray) -> str | None:
     """A line that says how many values of a tensor are NaN or infinite, or None if none are."""
     bad = count_not_finite(values)
     return f"{name} has {bad} of {values.size} values that are NaN or infinite" if bad else None
+
+
+def _tokenizer_file(file: Path) -> bytes:
+    if not file.is_file():  # opening a pipe would wait for somebody to write
+        what = "a link to nothing" if not file.exists() else "a folder or a device"
+        raise SourceError(file.parent.name, f"{file.name} is {what}; expected a file")
+    if file.stat().st_size > _MAX_TOKENIZER_BYTES:
+        raise SourceError(file.name, f"is larger than {_MAX_TOKENIZER_BYTES} bytes")
+    return _without_paths(file) if file.name.endswith("config.json") else file.read_bytes()
 
 
 def _without_paths(file: Path) -> bytes:

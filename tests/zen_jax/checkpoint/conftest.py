@@ -11,6 +11,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import save_file
 
 from zen_jax.checkpoint.store import Store
@@ -44,7 +45,7 @@ def _write(
     folder.mkdir(parents=True)
     config = {**_config().to_hf(), "_name_or_path": "/home/somebody/secret", "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config | settings))
-    (folder / "tokenizer.json").write_text(json.dumps({"of": folder.name}))
+    (folder / "tokenizer.json").write_text(_letters(folder.name))
     if shards == 1:
         save_file(dict(tensors), folder / "model.safetensors")
         return folder
@@ -57,6 +58,15 @@ def _write(
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def _letters(name: str) -> str:
+    """A tokenizer.json whose tokens are small letters, and a special one that bears a name."""
+    letters = {chr(97 + i): i for i in range(26)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([f"<|{name}|>"])
+    return tokenizer.to_str()
 
 
 def _config() -> ModelConfig:

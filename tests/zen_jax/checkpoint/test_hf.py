@@ -130,7 +130,7 @@ def test_values_that_are_not_finite_are_counted() -> None:
 
 def test_tokenizer_files_without_private_paths(sources) -> None:
     files = open_folder(sources[0]).tokenizer_files()
-    assert json.loads(files["tokenizer.json"]) == {"of": "base"}
+    assert files["tokenizer.json"] == (sources[0] / "tokenizer.json").read_bytes()
     config = json.loads(files["config.json"])
     assert config["eos_token_id"] == 2
     assert not any("secret" in data.decode() for data in files.values())
