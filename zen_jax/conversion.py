@@ -20,10 +20,11 @@ from zen_jax.checkpoint.publish import LazyArray, Publisher, Written
 from zen_jax.checkpoint.safetensors import SourceError
 from zen_jax.checkpoint.source import Source
 from zen_jax.checkpoint.store import Progress, Store
+from zen_jax.checkpoint.tokens import check_tokenizer
 from zen_jax.delta.compress import compress_tensor, keep_vector
 from zen_jax.delta.kinship import Kinship, compare, together
 from zen_jax.layout import EMBED, HEAD
-from zen_jax.pairs import Pair, check_kinship, look_at, pair_up
+from zen_jax.pairs import Pair, check_kinship, look_at, pair_up, tells
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,7 @@ class Converted:
     Attributes:
       entry: what the manifest will say of it, but for its parts.
       parts: its arrays, by kind.
-      kinship: how it stands to the base's; None for a vector, and for a head that is paired with
-        an embedding.
+      kinship: how it stands to the base's; None for vectors, embedding and head.
     """
 
     entry: TensorEntry
@@ -65,11 +65,13 @@ class Conversion:
 
         Raises:
           SourceError: the source has values that are not finite, or is the base itself; everything
-            is named.
+            is named. Or its tokenizer cannot be used.
           Unrelated: the weights have nothing to do with the base's; without `force`.
         """
         pairs = pair_up(self._source, self._base)
         tokenizer, borrowed = self._tokenizer()
+        config = self._source.config
+        warnings = check_tokenizer(self._source.name, tokenizer, config, borrowed)
         if not self._force:
             check_kinship(self._source.name, look_at(self._source, self._store, pairs))
         sizes = {pair.name: self._source.tensors[pair.tuned].size for pair in pairs}
@@ -86,6 +88,7 @@ class Conversion:
                 raise SourceError(self._source.name, self._problems)
             record = made(self._source, self._options) | self._kinship()
             record["tokenizer_from_base"] = borrowed
+            record["warnings"] += warnings
             written = publisher.write(self._tree(), tokenizer)
             return publisher.publish_variant(
                 name, lambda version: self._manifest(name, version, written, record)
@@ -109,8 +112,7 @@ class Conversion:
         except ValueError as error:
             self._problems.append(f"{pair.name}: {error}")
             return
-        of_one_name = kinship if pair.tuned == pair.base else None
-        self._done[pair.name] = spool.put(pair.name, entry, kept, of_one_name)
+        self._done[pair.name] = spool.put(pair.name, entry, kept, kinship if tells(pair) else None)
 
     def _keep(
         self, pair: Pair, base: np.ndarray, tuned: np.ndarray, kinship: Kinship | None

@@ -29,6 +29,7 @@ from zen_jax.checkpoint.publish import LazyArray, Publisher
 from zen_jax.checkpoint.safetensors import DTYPES, SourceError
 from zen_jax.checkpoint.source import Source, open_source
 from zen_jax.checkpoint.store import Progress, Store
+from zen_jax.checkpoint.tokens import check_tokenizer
 from zen_jax.conversion import Conversion
 from zen_jax.delta.compress import ScaleKind
 from zen_jax.pairs import check_architecture
@@ -50,11 +51,11 @@ class Summary:
       seconds: it took.
       stats: number of tensors by policy; for a variant also "zeros", the share of differences that
         are exactly 0, "alpha_over_base", the mean scale over the base's size, and "relative_error",
-        ||delta - alpha s|| / ||delta||, as means over the elements kept as bits; and the figures of
-        `zen_jax.delta.kinship` over all matrices: "distance", "signs_kept", "sign_entropy" and
-        "energy_left".
+        ||delta - alpha s|| / ||delta||, as means over the elements kept as bits; and, over the
+        layers' matrices, "distance", "signs_kept", "sign_entropy" and "energy_left" of
+        `zen_jax.delta.kinship`.
       coding: what the source's weights are coded in.
-      warnings: what the manifest warns of.
+      warnings: what the manifest warns of, and that no matrix was cut although it was asked for.
     """
 
     name: str
@@ -115,11 +116,14 @@ def convert_base(
     check_shards(shards)
     source = open_source(Path(src))
     source.check_spare_head()
+    files = source.tokenizer_files()
+    warnings = check_tokenizer(source.name, files, source.config)
     root = Path(store)
     target = Store(root, create=True)
     if (target.path / BASE).exists():
         raise BaseExists(f"{root} has a base already; choose another folder")
-    return _summary(_publish_base(source, target, shards, progress), started)
+    manifest = _publish_base(source, target, shards, files, warnings, progress)
+    return _summary(manifest, started)
 
 
 def convert_variant(
@@ -175,7 +179,14 @@ def convert_variant(
 # ---- a base
 
 
-def _publish_base(source: Source, store: Store, shards: int, progress: Progress | None) -> Manifest:
+def _publish_base(
+    source: Source,
+    store: Store,
+    shards: int,
+    tokenizer: Mapping[str, bytes],
+    warnings: list[str],
+    progress: Progress | None,
+) -> Manifest:
     meter = Meter(progress, sum(t.size for t in source.tensors.values()))
     axes, problems = cut_axes(source.config), list[str]()
     options = {"shards": shards}
@@ -202,7 +213,7 @@ def _publish_base(source: Source, store: Store, shards: int, progress: Progress 
 
     with publisher:
         tree = {name: leaf(name) for name in source.tensors}
-        written = publisher.write(tree, source.tokenizer_files())
+        written = publisher.write(tree, tokenizer)
         if problems:
             raise SourceError(source.name, problems)
         entries = {
@@ -221,7 +232,7 @@ def _publish_base(source: Source, store: Store, shards: int, progress: Progress 
             tensors=entries,
             tokenizer=written.tokenizer,
             files=written.files,
-            made=made(source, options),
+            made=made(source, options) | {"warnings": warnings},
         )
         publisher.publish_base(manifest)
     return manifest
@@ -253,5 +264,13 @@ def _summary(manifest: Manifest, started: float) -> Summary:
         seconds=time.perf_counter() - started,
         stats=stats,
         coding=manifest.made["coding"],
-        warnings=tuple(manifest.made.get("warnings", ())),
+        warnings=(*manifest.made.get("warnings", ()), *_uncut(manifest)),
     )
+
+
+def _uncut(manifest: Manifest) -> list[str]:
+    """A line if a base was to be cut and nothing of it could be; its variants follow it."""
+    parts = [part for tensor in manifest.tensors.values() for part in tensor.parts.values()]
+    if manifest.name != BASE or manifest.shards == 1 or any(part.shards > 1 for part in parts):
+        return []
+    return [f"no matrix divides by {manifest.shards} shards, so each is one file"]

@@ -48,6 +48,12 @@ def pair_up(tuned: Source, base: Manifest) -> list[Pair]:
     return pairs
 
 
+def tells(pair: Pair) -> bool:
+    """Whether a matrix tells if the models belong together: those of layers do. An embedding may
+    be shared by models that do not, and be made anew in one that does."""
+    return pair.name not in (EMBED, HEAD)
+
+
 def check_architecture(source: Source, base: Manifest) -> None:
     """Makes sure that a source is of the base's architecture.
 
@@ -91,9 +97,7 @@ def look_at(source: Source, store: Store, pairs: Sequence[Pair]) -> Kinship | No
       SourceError, BaseCorrupt: a file is damaged.
     """
     matrices = [
-        pair
-        for pair in pairs
-        if pair.tuned == pair.base and len(source.tensors[pair.tuned].shape) == 2
+        pair for pair in pairs if tells(pair) and len(source.tensors[pair.tuned].shape) == 2
     ]
     step = max(1, -(-len(matrices) // _SAMPLED))
     found = []

@@ -51,19 +51,28 @@ def test_a_fine_tune_needs_no_force_and_has_no_warning(sources, store: Store) ->
     assert plain.digest == forced.digest == store.variant("one").digest
 
 
+def test_an_embedding_is_no_witness(family, store: Store, tmp_path: Path) -> None:
+    name = "model.embed_tokens.weight"
+    anew = family.tuned | {name: np.flip(family.tuned[name]).copy()}
+    convert_variant(family.write(tmp_path / "anew", anew), store.path, "v")
+    shared = _shuffled(family.tuned) | {name: family.base[name]}
+    with pytest.raises(Unrelated, match="difference over base 1"):
+        convert_variant(family.write(tmp_path / "shared", shared), store.path, "w")
+
+
 def test_one_odd_matrix_is_no_reason(family, store: Store, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     odd = {**family.tuned, Q: rng.normal(0, 0.1, (16, 16)).astype(ml_dtypes.bfloat16)}
     summary = convert_variant(family.write(tmp_path / "odd", odd), store.path, "v")
-    assert 0.2 < summary.stats["distance"] < 0.65 and not summary.warnings
+    assert 0.3 < summary.stats["distance"] < 0.9 and not summary.warnings
 
 
 def test_only_a_few_matrices_are_looked_at_first(
     family, store: Store, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr("zen_jax.pairs._SAMPLED", 1)
-    # The embedding, which is looked at, is the base's; all the rest is not. It shows at the end.
-    name = "model.embed_tokens.weight"
+    # The one that is looked at is the base's; all the rest is not. It shows at the end.
+    name = "model.layers.0.mlp.down_proj.weight"
     tensors = _shuffled(family.tuned) | {name: family.base[name]}
     with pytest.raises(Unrelated, match="other is no fine-tune"):
         convert_variant(family.write(tmp_path / "other", tensors), store.path, "v")
