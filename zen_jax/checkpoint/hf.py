@@ -136,7 +136,7 @@ def not_finite(name: str, values: np.ndarray) -> str | None:
 def _tokenizer_file(file: Path) -> bytes:
     if not file.is_file():  # opening a pipe would wait for somebody to write
         what = "a link to nothing" if not file.exists() else "a folder or a device"
-        raise SourceError(file.parent.name, f"{file.name} is {what}; expected a file")
+        raise SourceError(file.parent.resolve().name, f"{file.name} is {what}; expected a file")
     if file.stat().st_size > _MAX_TOKENIZER_BYTES:
         raise SourceError(file.name, f"is larger than {_MAX_TOKENIZER_BYTES} bytes")
     return _without_paths(file) if file.name.endswith("config.json") else file.read_bytes()
