@@ -93,7 +93,10 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """An operator asks something of a variant; answered by `Answer` with the same call number."""
+    """An operator asks something of a variant; answered by `Answer` with the same call number.
+
+    Loads and pins mean the version given; what takes them back means all versions of its name.
+    """
 
     call: int
     verb: Literal["load", "unload", "pin", "unpin"]

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from server.events import (
     Action,
@@ -37,6 +38,9 @@ from server.events import (
 from server.requests import Failure, FailureKind, Finish, Request, Timings
 from zen_jax.delta_cache import DeltaCache, Step
 from zen_jax.residency import CacheConfig, Evicted, Grant, PinLimit, Refuse
+
+if TYPE_CHECKING:
+    from zen_jax.checkpoint.manifest import Variant
 
 BASE_SLOT = -1
 
@@ -100,7 +104,7 @@ class State:
         ready: those that have a slot and wait for a row, in the order of arrival.
         rows: who is in each row.
         calls: operators' calls that wait, by ticket.
-        unloading: calls that wait for a digest to leave its slot.
+        unloading: the digests that a call waits for, until they have left their slots.
         next_ticket: the next to give.
         deadline: no job's deadline is earlier.
     """
@@ -112,7 +116,7 @@ class State:
     ready: tuple[Ticket, ...] = ()
     rows: tuple[Ticket | None, ...] = ()
     calls: Mapping[Ticket, int] = field(default_factory=lambda: MappingProxyType({}))
-    unloading: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    unloading: Mapping[int, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
     next_ticket: Ticket = 0
     deadline: float = inf
 
@@ -244,17 +248,20 @@ class _Draft:
         self.told.append(Emit(job.request.id, token, finish))
 
     def operate(self, event: OperatorCall) -> None:
-        digest = event.variant.digest
         match event.verb:
             case "load":
                 ticket = self.ticket()
                 self.calls[ticket] = event.call
                 self.cache_step(self.cache.request(ticket, event.variant, self.now))
             case "unload":
-                self.unloading[digest] = (*self.unloading.get(digest, ()), event.call)
-                self.cache_step(self.cache.unload(digest, self.now))
-                if self.cache.slot(digest) is None:
-                    self.unloaded(digest)
+                digests = self.cache.digests(event.variant.name)
+                for digest in digests:
+                    self.cache_step(self.cache.unload(digest, self.now))
+                left = frozenset(d for d in digests if self.cache.slot(d) is not None)
+                if left:
+                    self.unloading[event.call] = left
+                else:
+                    self.told.append(Answer(event.call))
             case "pin":
                 try:
                     self.cache_step(self.cache.pin(event.variant, self.now))
@@ -262,9 +269,11 @@ class _Draft:
                     refused = Refuse(-1, "exhausted", str(error), None)
                     self.told.append(Answer(event.call, refused))
                 else:
+                    self.withdraw_unloads(event.variant)
                     self.told.append(Answer(event.call))
             case "unpin":
-                self.cache_step(self.cache.unpin(digest, self.now))
+                for digest in self.cache.digests(event.variant.name):
+                    self.cache_step(self.cache.unpin(digest, self.now))
                 self.told.append(Answer(event.call))
 
     # What the cache's table says.
@@ -304,8 +313,21 @@ class _Draft:
             self.told.append(Fail(failure))
 
     def unloaded(self, digest: str) -> None:
-        for call in self.unloading.pop(digest, ()):
-            self.told.append(Answer(call))
+        for call, digests in list(self.unloading.items()):
+            left = digests - {digest}
+            if left:
+                self.unloading[call] = left
+            else:
+                del self.unloading[call]
+                self.told.append(Answer(call))
+
+    def withdraw_unloads(self, pinned: Variant) -> None:
+        """Who waits for a variant to leave waits in vain once it is pinned."""
+        message = f"{pinned.name} was pinned by an operator before it was unloaded"
+        for call, digests in list(self.unloading.items()):
+            if pinned.digest in digests:
+                del self.unloading[call]
+                self.told.append(Answer(call, Refuse(-1, "withdrawn", message, None)))
 
     # Ends.
 

@@ -213,13 +213,17 @@ class Worker:
         return self._operate("load", variant)
 
     def unload(self, variant: Variant) -> Future[None]:
-        """Take a variant out of memory and unpin it; done when the last that used it has ended."""
+        """Take a variant, in all versions, out of memory and unpin it.
+
+        Done when the last that used it has ended; LoadRefused when it is pinned meanwhile.
+        """
         return self._operate("unload", variant)
 
     def pin(self, variant: Variant, pinned: bool) -> Future[None]:
         """Keep a variant in memory, or no longer; LoadRefused when too many are pinned.
 
-        Pinning loads it when it is absent, and does not wait for that.
+        Pinning loads it when it is absent, and does not wait for that. The pin goes over to a newer
+        version when that comes into memory; whatever version has it, it can be taken back.
         """
         return self._operate("pin" if pinned else "unpin", variant)
 

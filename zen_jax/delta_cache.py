@@ -117,11 +117,13 @@ class DeltaCache:
         return draft.finish()
 
     def pin(self, variant: Variant, now: float) -> Step:
-        """Keep the variant in memory, loading it when it is absent.
+        """Keep the variant in memory, loading it when it is absent, and no other version of it.
 
-        Raises PinLimit when that would leave fewer than one slot for the others.
+        The pin goes over to a newer version as soon as that is in memory. Raises PinLimit when the
+        pin would leave fewer than one slot for the others.
         """
-        others = sum(e.pinned for d, e in self.entries.items() if d != variant.digest)
+        pinned = [e.variant.name for e in self.entries.values() if e.pinned]
+        others = sum(name != variant.name for name in pinned)
         if others >= self.config.slots - 1:
             raise PinLimit(variant.name, others)
         draft = _Draft(self, now)
@@ -161,6 +163,10 @@ class DeltaCache:
         digest = self.holders.get(holder)
         place = self.entries[digest].place if digest is not None else Absent()
         return place.slot if isinstance(place, Resident) and holder in place.leases else None
+
+    def digests(self, name: str) -> tuple[Digest, ...]:
+        """All that the table knows by that name: versions of one variant."""
+        return tuple(d for d, e in self.entries.items() if e.variant.name == name)
 
     def slot(self, digest: Digest) -> int | None:
         """The slot that the variant is in, or None."""
@@ -240,6 +246,8 @@ class _Draft:
 
     def pin(self, variant: Variant) -> None:
         digest = variant.digest
+        for other in self._pinned_by_name(variant):
+            self.entries[other] = replace(self.entries[other], pinned=False)
         entry = replace(self.entries.get(digest, Entry(variant)), pinned=True)
         self.entries[digest] = entry
         if isinstance(entry.place, Resident):
@@ -328,6 +336,18 @@ class _Draft:
         message = f"no slot came free for {entry.variant.name} within {self.config.wait_s:g} s"
         self._refuse(digest, overdue, "exhausted", message, self.config.patience_s)
 
+    def _pinned_by_name(self, variant: Variant) -> list[Digest]:
+        pinned = [(digest, entry.variant) for digest, entry in self.entries.items() if entry.pinned]
+        return [digest for digest, other in pinned if other.name == variant.name]
+
+    def _take_pin_over(self, variant: Variant) -> None:
+        """A pin is meant for a name: who comes into memory takes it from the versions before."""
+        for digest in self._pinned_by_name(variant):
+            if self.entries[digest].variant.version <= variant.version:
+                self.entries[digest] = replace(self.entries[digest], pinned=False)
+                entry = self.entries[variant.digest]
+                self.entries[variant.digest] = replace(entry, pinned=True)
+
     def _reload_pinned(self, digest: Digest) -> None:
         entry = self.entries[digest]
         ready = entry.failure is None or entry.failure.retry_at <= self.now
@@ -401,6 +421,7 @@ class _Draft:
                 self.actions.append(WriteSlot(entry.variant, slot, staged.attempt))
                 place = Resident(slot, staged.bytes)
                 self.entries[digest] = replace(entry, place=place, used=self._turn())
+                self._take_pin_over(entry.variant)
                 self._grant(digest)
             elif not self.entries[digest].wanted:
                 self.actions.append(DropStaged(digest, staged.attempt))

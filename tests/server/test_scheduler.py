@@ -273,6 +273,62 @@ def test_unloading_answers_when_the_last_that_used_it_has_ended(
     assert only(actions, Answer) == [Answer(5)]
 
 
+def load(plans: Plans, request: Request) -> None:
+    """Has the request run with its variant in memory."""
+    (start,) = only(plans.arrive(request), StartLoad)
+    plans(Loaded(start.variant.digest, start.attempt, 4))
+
+
+def test_a_pin_ends_an_unload_that_waits(
+    plans: Plans, make_request: Callable[..., Request], fake: Any
+):
+    request = make_request(fake.variant("a"))
+    load(plans, request)
+    plans(OperatorCall(1, "unload", fake.variant("a")))
+    withdrawn, pinned = only(plans(OperatorCall(2, "pin", fake.variant("a"))), Answer)
+    assert (withdrawn.call, withdrawn.refused.kind) == (1, "withdrawn")
+    assert "zen4-a was pinned" in withdrawn.refused.message
+    assert pinned == Answer(2)
+    assert not only(plans(Cancelled(request.id)), Answer)
+    assert plans.state.cache.slot("digest-a1") is not None
+
+
+def test_unloading_a_name_waits_for_all_its_versions(
+    plans: Plans, make_request: Callable[..., Request], fake: Any
+):
+    first, second = make_request(fake.variant("a", 1)), make_request(fake.variant("a", 2))
+    load(plans, first)
+    load(plans, second)
+    assert not only(plans(OperatorCall(1, "unload", fake.variant("a", 2))), Answer)
+    actions = plans(Cancelled(second.id))
+    assert only(actions, Evicted) and not only(actions, Answer)
+    assert only(plans(Cancelled(first.id)), Answer) == [Answer(1)]
+
+
+def test_unpinning_a_name_lets_an_older_version_go(
+    plans: Plans, make_request: Callable[..., Request], fake: Any
+):
+    load(plans, make_request(fake.variant("a", 1)))
+    plans(OperatorCall(1, "pin", fake.variant("a", 1)))
+    assert only(plans(OperatorCall(2, "unpin", fake.variant("a", 2))), Answer) == [Answer(2)]
+    assert not any(entry.pinned for entry in plans.state.cache.entries.values())
+
+
+def test_a_pin_follows_a_name_to_its_newer_version(
+    plans: Plans, make_request: Callable[..., Request], fake: Any
+):
+    old, new = fake.variant("a", 1), fake.variant("a", 2)
+    load(plans, make_request(old))
+    plans(OperatorCall(1, "pin", old))
+    load(plans, make_request(new))
+    pinned = {d for d, e in plans.state.cache.entries.items() if e.pinned}
+    assert pinned == {new.digest}
+    # A pin of the newest takes the place of the older one's, and is no second pin.
+    newest = fake.variant("a", 3)
+    assert Answer(2) in plans(OperatorCall(2, "pin", newest))
+    assert {d for d, e in plans.state.cache.entries.items() if e.pinned} == {newest.digest}
+
+
 def test_an_operators_load_that_fails_is_answered_with_the_reason(plans: Plans, fake: Any):
     (start,) = plans(OperatorCall(0, "load", fake.variant("a")))
     assert isinstance(start, StartLoad)

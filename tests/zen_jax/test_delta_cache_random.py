@@ -59,6 +59,7 @@ class TableMachine(RuleBasedStateMachine):
         self.staged: dict[int, Variant] = {}
         self.bank: dict[int, Variant] = {}
         self.pinned: set[str] = set()
+        self.known: dict[str, Variant] = {}
 
     def apply(self, step: tuple[DeltaCache, tuple[object, ...]]) -> None:
         self.cache, actions = step
@@ -77,6 +78,9 @@ class TableMachine(RuleBasedStateMachine):
                     assert slot not in self.bank, "written over"
                     assert self.staged.pop(attempt) == which
                     self.bank[slot] = which
+                    before = {d for d in self.namesakes(which) if self.known[d].version < 2}
+                    if before and which.version == 2:  # the pin goes over
+                        self.pinned = self.pinned - before | {which.digest}
                 case Evicted(digest, slot):
                     assert self.bank.pop(slot).digest == digest
                     assert digest not in self.pinned, "a pinned variant left"
@@ -92,7 +96,13 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(target=variants, letter=st.sampled_from("abcd"), version=st.integers(1, 2))
     def publish(self, letter: str, version: int) -> Variant:
-        return Variant(f"zen4-{letter}", version, f"digest-{letter}{version}", Path("/store"))
+        which = Variant(f"zen4-{letter}", version, f"digest-{letter}{version}", Path("/store"))
+        self.known[which.digest] = which
+        return which
+
+    def namesakes(self, which: Variant) -> set[str]:
+        """The pinned versions of its name."""
+        return {digest for digest in self.pinned if self.known[digest].name == which.name}
 
     @rule(which=variants)
     def request(self, which: Variant) -> None:
@@ -133,8 +143,9 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(which=variants)
     def pin(self, which: Variant) -> None:
-        if len(self.pinned | {which.digest}) <= self.slots - 1:
-            self.pinned.add(which.digest)
+        others = self.pinned - self.namesakes(which)
+        if len(others) < self.slots - 1:
+            self.pinned = others | {which.digest}
             self.apply(self.cache.pin(which, self.now))
         else:
             with pytest.raises(PinLimit):
