@@ -263,7 +263,7 @@ class Tokenizer:
         """Makes tokens special that the configuration uses so but tokenizer.json leaves plain."""
         added = self._backend.get_added_tokens_decoder()
         for i in ids:
-            content = self._backend.id_to_token(i)
+            content = self._backend.id_to_token(i) if i < self.vocab_size else None
             if content is not None and not (i in added and added[i].special):
                 token = tokenizers.AddedToken(content, special=True, normalized=False)
                 self._backend.add_special_tokens([token])

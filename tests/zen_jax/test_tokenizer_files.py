@@ -74,6 +74,7 @@ def test_the_configuration_decides_on_bos(folder: Path, add_bos: bool | None, co
         (None, [8, 9], {8, 9}),
         ([], 8, set()),
         (None, None, set()),
+        (10**12, 8, {10**12}),
     ],
 )
 def test_eos_comes_from_generation_config_first(
