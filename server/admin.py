@@ -5,9 +5,9 @@ passes through the bound of the inbox: an operator is never refused because the 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -16,7 +16,7 @@ from server.requests import Draining, LoadRefused
 from server.router import Router
 from server.service import resolve
 from server.snapshot import VariantStatus, WorkerSnapshot
-from server.status import Violation
+from server.status import StatusError, Violation
 from zen.v1 import variants_pb2 as pb
 from zen.v1 import variants_pb2_grpc
 from zen_jax.checkpoint.manifest import Variant, VariantCorrupt
@@ -58,7 +58,7 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
     async def ListVariants(  # noqa: N802, here and below the names are the protocol's
         self, request: pb.ListVariantsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListVariantsResponse:
-        """Lists the newest version of every variant of the store."""
+        """Lists the newest version of every variant that the store or the worker has."""
         seen = self._snapshot()
         variants = await asyncio.to_thread(_list, self._store, self._router, seen)
         if seen is None:
@@ -71,7 +71,7 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
         self, request: pb.GetVariantRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetVariantResponse:
         """Describes one variant."""
-        variant = await self._find(request.name)
+        variant = await self._find(request.name, known=True)
         return pb.GetVariantResponse(variant=self._describe(variant))
 
     async def LoadVariant(  # noqa: N802
@@ -85,21 +85,28 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
     async def UnloadVariant(  # noqa: N802
         self, request: pb.UnloadVariantRequest, context: grpc.aio.ServicerContext
     ) -> pb.UnloadVariantResponse:
-        """Unloads a variant, and answers when nothing uses it any more."""
-        variant = await self._find(request.name)
+        """Unloads a variant in all versions, and answers when nothing uses it any more."""
+        variant = await self._find(request.name, known=True)
         await self._ask(variant, lambda worker: worker.unload(variant))
         return pb.UnloadVariantResponse(variant=self._describe(variant))
 
     async def PinVariant(  # noqa: N802
         self, request: pb.PinVariantRequest, context: grpc.aio.ServicerContext
     ) -> pb.PinVariantResponse:
-        """Pins a variant, or lets it go."""
-        variant = await self._find(request.name)
+        """Pins a variant, or lets all its versions go."""
+        variant = await self._find(request.name, known=not request.pinned)
         await self._ask(variant, lambda worker: worker.pin(variant, request.pinned))
         return pb.PinVariantResponse(variant=self._describe(variant))
 
-    async def _find(self, name: str) -> Variant:
-        variant = await asyncio.to_thread(resolve, self._router, name, "name")
+    async def _find(self, name: str, *, known: bool = False) -> Variant:
+        """The store's newest version; if `known`, else the newest that the worker knows."""
+        try:
+            variant = await asyncio.to_thread(resolve, self._router, name, "name")
+        except StatusError:  # deleted or damaged; what is in memory can be seen and let go
+            versions = _versions(self._snapshot(), name) if known else []
+            if not versions:
+                raise
+            variant = _newest(versions)
         if variant is None:
             text = f"is {name!r}, which is always in memory and no variant"
             raise status.invalid_argument([Violation("name", text)])
@@ -120,47 +127,63 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
             raise status.unavailable(str(error)) from None
 
     def _describe(self, variant: Variant) -> pb.Variant:
-        return describe(variant, _find_status(self._snapshot(), variant))
+        return describe(variant, _versions(self._snapshot(), variant.name))
 
     def _snapshot(self) -> WorkerSnapshot | None:
         return None if self._worker is None else self._worker.snapshot()
 
 
-def describe(variant: Variant, seen: VariantStatus | None) -> pb.Variant:
-    """A variant on the wire; one that the worker has not seen is absent."""
-    if seen is None:
-        seen = VariantStatus(variant, "absent", None, False, 0, 0, 0, None, None)
+def describe(variant: Variant, versions: Sequence[VariantStatus]) -> pb.Variant:
+    """A variant on the wire.
+
+    Args:
+        variant: whose place is told; absent if the worker does not know it.
+        versions: all that the worker knows by that name, whose requests and bytes are added up.
+    """
+    own = next((s for s in versions if s.variant.digest == variant.digest), None)
     return pb.Variant(
         name=variant.name,
         version=variant.version,
         digest=variant.digest,
-        state=_STATES[seen.state],
-        slot=seen.slot,
-        pinned=seen.pinned,
-        leases=seen.leases,
-        waiting=seen.waiting,
-        bytes=seen.bytes,
-        failure=seen.failure,
+        state=_STATES["absent" if own is None else own.state],
+        slot=None if own is None else own.slot,
+        failure=None if own is None else own.failure,
+        **_held(versions),
     )
+
+
+def _held(versions: Sequence[VariantStatus]) -> dict[str, Any]:
+    return {
+        "pinned": any(s.pinned for s in versions),
+        "leases": sum(s.leases for s in versions),
+        "waiting": sum(s.waiting for s in versions),
+        "bytes": sum(s.bytes for s in versions),
+    }
 
 
 def _list(store: Store, router: Router, seen: WorkerSnapshot | None) -> list[pb.Variant]:
     """Every variant; a damaged one is listed as failed and hides no other."""
     variants = []
-    for name in store.names():
+    in_memory = () if seen is None else (s.variant.name for s in seen.variants)
+    for name in sorted({*store.names(), *in_memory}):
+        versions = _versions(seen, name)
         try:
             variant = router.resolve(name)
         except VariantCorrupt as error:
-            failed = pb.Variant(name=name, state=pb.VARIANT_STATE_FAILED, failure=str(error))
-            variants.append(failed)
+            failure = {"state": pb.VARIANT_STATE_FAILED, "failure": str(error)}
+            variants.append(pb.Variant(name=name, **failure, **_held(versions)))
             continue
-        except ValueError:  # deleted while we look
-            continue
+        except ValueError:  # deleted; it may be in memory all the same
+            variant = _newest(versions) if versions else None
         if variant is not None:
-            variants.append(describe(variant, _find_status(seen, variant)))
+            variants.append(describe(variant, versions))
     return variants
 
 
-def _find_status(seen: WorkerSnapshot | None, variant: Variant) -> VariantStatus | None:
-    statuses = () if seen is None else seen.variants
-    return next((s for s in statuses if s.variant.digest == variant.digest), None)
+def _versions(seen: WorkerSnapshot | None, name: str) -> list[VariantStatus]:
+    """What the worker knows of a name."""
+    return [] if seen is None else [s for s in seen.variants if s.variant.name == name]
+
+
+def _newest(versions: Sequence[VariantStatus]) -> Variant:
+    return max((s.variant for s in versions), key=lambda variant: variant.version)

@@ -15,7 +15,7 @@ from server.admin import VariantService
 from server.requests import Draining, LoadRefused
 from server.router import Router
 from server.snapshot import VariantStatus, WorkerSnapshot
-from server.status import ErrorInterceptor
+from server.status import ErrorInterceptor, StatusError
 from zen.v1 import variants_pb2 as pb
 from zen.v1 import variants_pb2_grpc
 from zen_jax.checkpoint.manifest import Variant
@@ -107,7 +107,7 @@ async def test_all_are_listed_with_what_the_worker_knows(served, store, worker):
             slot=1,
             pinned=True,
             leases=3,
-            bytes=1234,
+            bytes=1243,
         ),
         pb.Variant(
             name="tiny-b",
@@ -202,6 +202,45 @@ async def test_a_worker_that_has_ended_is_unavailable(served, worker):
         await rpc
     assert await rpc.code() is grpc.StatusCode.UNAVAILABLE
     assert await served.stub.GetVariant(pb.GetVariantRequest(name="tiny-a"))
+
+
+@pytest.mark.parametrize("harm", ["deleted", "damaged", "followed by version 2"])
+async def test_what_is_in_memory_can_be_seen_and_let_go_whatever_the_store_has(
+    tiny_store, tmp_path, worker, harm
+):
+    path = tmp_path / "store"
+    shutil.copytree(tiny_store, path)
+    store = Store(path)
+    b = store.variant("tiny-b")
+    worker.seen = replace(
+        EMPTY, variants=(VariantStatus(b, "resident", 1, True, 3, 0, 1234, None, None),)
+    )
+    if harm == "deleted":
+        shutil.rmtree(path / "variants" / "tiny-b")
+    elif harm == "damaged":
+        (path / "variants" / "tiny-b" / "1" / "manifest.json").write_text("{}")
+    else:
+        worker.seen = replace(
+            worker.seen,
+            variants=(
+                replace(worker.seen.variants[0], variant=replace(b, version=0, digest="old")),
+            ),
+        )
+    service = VariantService(store, Router(store))
+    service.attach(worker)
+    listed = await service.ListVariants(pb.ListVariantsRequest(), None)
+    one = (await service.GetVariant(pb.GetVariantRequest(name="tiny-b"), None)).variant
+    assert [v.name for v in listed.variants] == ["tiny-a", "tiny-b", "tiny-c"]
+    for shown in (listed.variants[1], one):
+        assert (shown.pinned, shown.leases, shown.bytes) == (True, 3, 1234)
+    await service.PinVariant(pb.PinVariantRequest(name="tiny-b", pinned=False), None)
+    await service.UnloadVariant(pb.UnloadVariantRequest(name="tiny-b"), None)
+    assert worker.calls == [("pin", "tiny-b", False), ("unload", "tiny-b")]
+    if harm != "followed by version 2":  # what is new needs the store
+        with pytest.raises(StatusError):
+            await service.PinVariant(pb.PinVariantRequest(name="tiny-b", pinned=True), None)
+        with pytest.raises(StatusError):
+            await service.LoadVariant(pb.LoadVariantRequest(name="tiny-b"), None)
 
 
 async def test_a_damaged_variant_hides_no_other(tiny_store, tmp_path, worker):

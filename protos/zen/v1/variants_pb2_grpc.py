@@ -75,7 +75,7 @@ class VariantServiceServicer:
     """
 
     def ListVariants(self, request, context):
-        """All variants of the store, by name.
+        """All variants of the store, and those in memory that it has no more, by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,16 +99,19 @@ class VariantServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnloadVariant(self, request, context):
-        """Unpins a variant and takes it out of memory; returns when the last request that used it has
-        ended. Requests that still wait for it to be loaded end with ABORTED.
+        """Unpins a variant and takes it out of memory, in all its versions and even when the store has
+        lost it; returns when the last request that used it has ended. Requests that still wait for it
+        to be loaded end with ABORTED, and so does this call when the variant is pinned meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinVariant(self, request, context):
-        """Keeps a variant in memory, or lets it be evicted again. Pinning loads it when it is absent, and
-        does not wait for that. RESOURCE_EXHAUSTED when one more pin would leave no slot to others.
+        """Keeps a variant in memory, or lets all its versions be evicted again. Pinning means the newest
+        version and loads it when it is absent, but does not wait for that; when a newer one comes into
+        memory, the pin goes over to that. RESOURCE_EXHAUSTED when one more pin would leave no slot to
+        others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
