@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 convert = typer.Typer(help="Put a base, or a fine-tune of it, into a store.", no_args_is_help=True)
 app.add_typer(convert, name="convert")
+bench = typer.Typer(help="Measure ratios side by side on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 Source = Annotated[
     Path,
@@ -225,6 +227,28 @@ def client(
     }
     options: RequestOptions = {k: v for k, v in given.items() if v is not None}  # pyright: ignore
     command.generate(address, model, prompt, options, chat=chat, as_json=as_json)
+
+
+@bench.command("linear", epilog="Example: zen bench linear --rows 1 --rows 14 --json linear.json")
+def bench_linear(
+    rows: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows of x; again for more.")
+    ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="OxI", help="Outputs x inputs; again for more.")
+    ] = None,
+    variants: Annotated[
+        list[int] | None, typer.Option(min=1, help="Variants among the rows; again for more.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timings; the median counts.")] = 15,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too.")
+    ] = None,
+) -> None:
+    """The fused product against the base's, against one call a variant, against unpacking."""
+    from server.commands import bench as command
+
+    command.linear(rows or [1, 4, 16], shape or ["4096x4096"], variants or [1, 14], repeats, out)
 
 
 @app.command(epilog="Example: zen demo --serve")

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from server import cli, console
 from server.app import ServeOptions, running
 from server.client import ZenClient
+from zen_jax import benchmark
 from zen_jax.checkpoint.store import Store
 
 COMMANDS = [
@@ -25,6 +26,7 @@ COMMANDS = [
     ("verify",),
     ("ls",),
     ("generate",),
+    ("bench", "linear"),
     ("serve",),
     ("client",),
 ]
@@ -249,6 +251,19 @@ def test_the_client_asks_and_lists(zen, tiny_store):
             status, out, err = zen("client", *bad, *at)
             assert (status, out.strip()) == (2, "")
             assert len(err.splitlines()) == 1
+
+
+def test_a_benchmark_prints_a_table_and_writes_its_figures(zen, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "_WORKING_SET", 1 << 16)
+    file = tmp_path / "linear.json"
+    small = ("--shape", "32x16", "--rows", 2, "--variants", 1, "--variants", 2, "--repeats", 1)
+    status, out, _ = zen("bench", "linear", *small, "--json", file)
+    assert status == 0
+    assert [case["variants"] for case in json.loads(file.read_text())["cases"]] == [1, 2]
+    assert out.count("32x16") == 2 and "GB/s" in out
+    for bad in (("--shape", "32"), ("--rows", 1, "--variants", 5), ("--json", tmp_path / "no/f")):
+        status, _, err = zen("bench", "linear", *bad)
+        assert (status, err.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -1,0 +1,67 @@
+"""`zen bench`: ratios measured side by side, as a table and as JSON."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from server import console
+from zen_jax.benchmark import bench_linear
+
+_SHAPE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
+
+
+def linear(
+    rows: list[int], shapes: list[str], variants: list[int], repeats: int, out: Path | None
+) -> None:
+    """Measures the fused product and prints a table; writes the figures to a file as well.
+
+    Raises:
+      ValueError: a shape is not written OxI, or a size is out of range.
+      OSError: the file cannot be written.
+    """
+    sizes = [_shape(text) for text in shapes]
+    if out is not None:
+        out.touch()  # before minutes are spent
+    with console.progress_bar("bench") as report:
+        figures = bench_linear(sizes, rows, variants, repeats, report)
+    _print(figures)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def _shape(text: str) -> tuple[int, int]:
+    found = _SHAPE.fullmatch(text)
+    if not found:
+        raise ValueError(f"--shape is {text!r}; expected outputs x inputs, as in 4096x4096")
+    return int(found[1]), int(found[2])
+
+
+def _print(figures: dict[str, Any]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    titles = ("shape", "rows", "variants", "by", "base ms", "fused ms", "fused / base", "naive ms")
+    for title in (*titles, "over naive", "bound", "of bound", "GB/s"):
+        table.add_column(title, justify="right")
+    for case in figures["cases"]:
+        table.add_row(
+            f"{case['d_out']}x{case['d_in']}",
+            str(case["rows"]),
+            str(case["variants"]),
+            case["impl"],
+            f"{case['base_ms']:.2f}",
+            f"{case['fused_ms']:.2f}",
+            f"{case['fused_over_base']:.2f}",
+            f"{case['naive_ms']:.2f}",
+            f"{case['speedup_over_naive']:.2f}",
+            f"{case['bound']:.2f}",
+            f"{case['fraction_of_bound']:.0%}",
+            f"{case['gb_per_s']:.1f}",
+        )
+    console.stdout().print(table)
+    console.say(
+        f"{figures['device']}; a plain sum reads {figures['cases'][0]['read_gb_per_s']:.1f} GB/s. "
+        "The bound is of fused / base with one variant, of the gain over naive with more."
+    )

@@ -1,0 +1,45 @@
+"""The benchmarks' figures: what is reported, and that ratios and bounds are worked out right."""
+
+import math
+
+import pytest
+
+from zen_jax import benchmark
+from zen_jax.benchmark import bench_linear
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> dict:
+    monkeypatch.setattr(benchmark, "_WORKING_SET", 1 << 16)
+    return bench_linear([(48, 32)], [1, 4], [1, 4], repeats=2)
+
+
+def test_every_case_has_its_ratios_and_its_bound(figures: dict) -> None:
+    cases = figures["cases"]
+    assert [(c["rows"], c["variants"]) for c in cases] == [(1, 1), (4, 1), (4, 4)]
+    for case in cases:
+        assert (case["d_out"], case["d_in"], case["impl"]) == (48, 32, "cpu")
+        assert all(v is None or not isinstance(v, float) or v > 0 for v in case.values())
+        assert case["fused_over_base"] == case["fused_ms"] / case["base_ms"]
+        assert case["speedup_over_naive"] == case["naive_ms"] / case["fused_ms"]
+        read = 48 * 32 * 2 + case["variants"] * (48 * 4 + 48 * 4)
+        assert case["gb_per_s"] == pytest.approx(read / case["fused_ms"] / 1e6)
+    one, _, four = cases
+    assert one["bound"] == 1.0625 and math.isclose(four["bound"], 3.2)
+    assert one["fraction_of_bound"] == one["bound"] / one["fused_over_base"]
+    assert four["fraction_of_bound"] == four["speedup_over_naive"] / four["bound"]
+    assert one["unpack_matmul_ms"] and four["unpack_matmul_ms"] is None
+    assert set(figures["versions"]) == {"zen-jax", "jax", "jaxlib"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([(8, 8)], [1], [2]), "more variants than rows"),
+        (([(8, 0)], [1], [1]), "1 or more"),
+        (([(8, 8)], [0], [1]), "1 or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench_linear(*arguments)
