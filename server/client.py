@@ -8,8 +8,10 @@
 They retry nothing: a request that failed says why in a `ZenError`.
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
+from reprlib import repr as shortened
 from typing import Any, Self, TypedDict, Unpack
 
 import grpc
@@ -21,6 +23,10 @@ from zen.v1 import generate_pb2_grpc, variants_pb2, variants_pb2_grpc
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
+# gRPC's ways to name a server other than by host and port.
+_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
+# A time limit above it is none: 3 years, in seconds. gRPC cannot count much further.
+_LONGEST_S = 1e8
 
 
 class ZenError(Exception):
@@ -79,8 +85,9 @@ class RequestOptions(TypedDict, total=False):
     """What a request can hold beside its model and prompt; all of it can be left out.
 
     `messages` (turns with `role` and `content`) or `token_ids` take the prompt's place. `timeout_s`
-    bounds the whole answer, in seconds. The rest says how to choose tokens and when to stop; what
-    is left out takes the server's default, which zen/v1/generate.proto states.
+    bounds the whole answer, in seconds; one above 3 years bounds nothing. The rest says how to
+    choose tokens and when to stop; what is left out takes the server's default, which
+    zen/v1/generate.proto states.
     """
 
     messages: Sequence[Mapping[str, str]]
@@ -139,8 +146,12 @@ class ZenClient:
     """A client that blocks; safe to use from several threads."""
 
     def __init__(self, address: str = DEFAULT_ADDRESS):
-        """Prepares for `address`, host:port; it connects when the first request is made."""
-        self._channel = grpc.insecure_channel(address)
+        """Prepares for `address`, host:port; it connects when the first request is made.
+
+        Raises:
+            ValueError: no server can have this address.
+        """
+        self._channel = grpc.insecure_channel(_checked(address))
         self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel).Generate
         self._variants = variants_pb2_grpc.VariantServiceStub(self._channel)
 
@@ -187,8 +198,12 @@ class AsyncZenClient:
     """The same client for asyncio; it belongs to the event loop that it is made in."""
 
     def __init__(self, address: str = DEFAULT_ADDRESS):
-        """Prepares for `address`, host:port; it connects when the first request is made."""
-        self._channel = grpc.aio.insecure_channel(address)
+        """Prepares for `address`, host:port; it connects when the first request is made.
+
+        Raises:
+            ValueError: no server can have this address.
+        """
+        self._channel = grpc.aio.insecure_channel(_checked(address))
         self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel).Generate
         self._variants = variants_pb2_grpc.VariantServiceStub(self._channel)
 
@@ -232,17 +247,86 @@ def make_request(
     """Builds the message, and gives its time limit in seconds.
 
     Raises:
-        ValueError: unless exactly one kind of input is given, or for an unknown option.
+        ValueError: unless exactly one kind of input is given, or for an option that is unknown or
+            has a value that the wire cannot carry; it names the option.
     """
     sampling: dict[str, Any] = dict(options)
-    timeout_s = sampling.pop("timeout_s", None)
+    timeout_s = _time_limit(sampling.pop("timeout_s", None))
     messages, token_ids = sampling.pop("messages", None), sampling.pop("token_ids", None)
     if [prompt, messages, token_ids].count(None) != 2:
         raise ValueError("give exactly one of prompt, messages and token_ids")
-    request = pb.GenerateRequest(model=model, prompt=prompt, sampling=pb.Sampling(**sampling))
+    request = pb.GenerateRequest(model=_text("model", model), sampling=pb.Sampling())
+    if prompt is not None:
+        request.prompt = _text("prompt", prompt)
     if messages is not None:
-        turns = [pb.Message(role=m["role"], content=m["content"]) for m in messages]
-        request.messages.CopyFrom(pb.Messages(messages=turns))
+        request.messages.CopyFrom(pb.Messages(messages=_turns(messages)))
     if token_ids is not None:
-        request.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
+        request.token_ids.CopyFrom(_filled(pb.TokenIds, "ids", token_ids, "token_ids"))
+    for name, value in sampling.items():
+        if name not in pb.Sampling.DESCRIPTOR.fields_by_name:
+            known = ", ".join(RequestOptions.__annotations__)
+            raise ValueError(f"{name!r} is no option of a request; the options are {known}")
+        request.sampling.MergeFrom(_filled(pb.Sampling, name, value, name))
     return request, timeout_s
+
+
+def _filled[T](kind: Callable[..., T], field: str, value: Any, name: str) -> T:
+    """A message with one field set."""
+    try:
+        return kind(**{field: value})
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} is {shortened(value)}, which is of the wrong kind or out of range"
+        ) from None
+
+
+def _turns(messages: Any) -> list[pb.Message]:
+    turns = []
+    try:
+        for i, turn in enumerate(messages):
+            role, content = turn["role"], turn["content"]
+            turns.append(
+                pb.Message(
+                    role=_text(f"messages[{i}].role", role),
+                    content=_text(f"messages[{i}].content", content),
+                )
+            )
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"messages[{len(turns)}] is not understood; expected a sequence of turns, each with a "
+            "role and a content"
+        ) from None
+    return turns
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {shortened(value)}; expected a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is not valid Unicode at character {error.start}; a shell passes bytes that "
+            "are not UTF-8 on like this"
+        ) from None
+    return value
+
+
+def _time_limit(timeout_s: Any) -> float | None:
+    if timeout_s is None:
+        return None
+    if not isinstance(timeout_s, int | float) or isnan(timeout_s) or timeout_s < 0:
+        raise ValueError(f"timeout_s is {shortened(timeout_s)}; expected seconds, at least 0")
+    return None if timeout_s > _LONGEST_S else timeout_s
+
+
+def _checked(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    bare = ":" not in host or (host.startswith("[") and host.endswith("]"))
+    numbered = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
+    if not address.startswith(_SCHEMES) and not (host and bare and numbered):
+        raise ValueError(
+            f"the address is {shortened(address)}; expected host:port, such as {DEFAULT_ADDRESS}, "
+            "with a port from 1 to 65535"
+        )
+    return address

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator
 from concurrent import futures
+from math import inf, nan
 
 import grpc
 import pytest
@@ -141,11 +142,47 @@ def test_the_list(client):
         ("Hi", {"messages": [], "token_ids": []}),
         ("Hi", {"max_token": 3}),
         ("Hi", {"seed": -1}),
+        ("Hi", {"max_tokens": 99_999_999_999}),
+        ("Hi", {"max_tokens": "x"}),
+        ("Hi", {"temperature": None, "stop_token_ids": 5}),
+        (None, {"token_ids": ["a"]}),
+        (None, {"token_ids": 5}),
+        (None, {"token_ids": [-1]}),
+        (None, {"messages": 5}),
+        (None, {"messages": "Hi"}),
+        (None, {"messages": [{}]}),
+        (None, {"messages": [None]}),
+        (None, {"messages": [{"role": "user", "content": 5}]}),
+        (5, {}),
+        ("a\udcff", {}),
+        ("Hi", {"timeout_s": nan}),
+        ("Hi", {"timeout_s": -1}),
+        ("Hi", {"timeout_s": "3"}),
     ],
 )
 def test_what_the_wire_cannot_carry_is_refused_here(prompt, options):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError) as refused:
         make_request("coder", prompt, options)
+    names = list(options) or ["prompt"]
+    assert type(refused.value) is ValueError
+    assert names[-1] in str(refused.value)
+
+
+@pytest.mark.parametrize("timeout_s", [inf, 1e300, 1e9])
+def test_a_time_limit_beyond_all_bounds_is_none(client, timeout_s):
+    assert client.generate("coder", "Hi", timeout_s=timeout_s).text == "abc"
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "127.0.0.1:99999", "h:0", "::1", ":50051"])
+def test_an_address_that_no_server_can_have_is_told(address):
+    with pytest.raises(ValueError, match="expected host:port"):
+        ZenClient(address)
+
+
+@pytest.mark.parametrize("address", ["[::1]:1", "dns:///localhost:1", "localhost:1"])
+def test_any_other_address_is_tried(address):
+    with ZenClient(address) as client, pytest.raises(ZenError, match="UNAVAILABLE"):
+        client.list_variants()
 
 
 @pytest.mark.parametrize("options", [{"token_ids": []}, {"messages": []}])
