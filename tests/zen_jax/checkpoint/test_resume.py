@@ -129,8 +129,6 @@ def test_other_options_begin_anew(sources, killed: Store, compressed) -> None:
 def test_another_source_begins_anew(sources, killed: Store, tmp_path, compressed) -> None:
     # The same names, shapes and sizes, but another time of change.
     folder = Path(shutil.copytree(sources[1], tmp_path / "tuned"))
-    convert_variant(folder, killed.path, "v")
-    assert compressed == []
     file = folder / "model.safetensors"
     os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
     convert_variant(folder, killed.path, "v")
