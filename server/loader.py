@@ -153,10 +153,11 @@ class Loader:
 def _failure(variant: Variant, attempt: int, error: Exception) -> LoadFailed:
     """What clients may know of a load's error; the log knows the rest."""
     error_id = uuid.uuid4().hex[:12]
+    expected = isinstance(error, VariantCorrupt | DoesNotFit | NotServedYet | WrongBase)
     _log.error(
-        "loading %s version %d failed (error %s)",
-        *(variant.name, variant.version, error_id),
-        exc_info=error,
+        "loading %s version %d failed (error %s): %s",
+        *(variant.name, variant.version, error_id, " ".join(str(error).split())),
+        exc_info=None if expected else error,  # where it was found says nothing more
     )
     if isinstance(error, VariantCorrupt):
         message = (

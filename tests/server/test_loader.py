@@ -77,6 +77,9 @@ def test_an_error_is_named_by_its_kind_and_only_the_log_knows_paths(
     assert words in event.message and "secret" not in event.message
     assert loader.close(10.0)
     assert "zen4-a version 1 failed" in caplog.text
+    expected = "error " not in event.message  # no fault of the program: one line is enough
+    assert [record.exc_info is None for record in caplog.records] == [expected]
+    assert all("\n" not in record.getMessage() for record in caplog.records)
     if "error " in event.message:
         error_id = event.message.rpartition("error ")[2].strip(")")
         assert error_id in caplog.text
