@@ -6,9 +6,11 @@ those that run finish within a set time, and then closes.
 """
 
 import asyncio
+import errno
 import functools
 import logging
 import signal
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -158,9 +160,8 @@ class ZenServer:
         try:
             port = server.add_insecure_port(where)
         except RuntimeError:
-            raise PortInUse(
-                f"cannot listen on {where}; is another server there? --port 0 takes a free port"
-            ) from None
+            why = await asyncio.to_thread(_why_not, self._options.host, self._options.port)
+            raise PortInUse(f"cannot listen on {where}; {why or 'gRPC refuses it'}") from None
         self.address = f"{self._options.host}:{port}"
         await self._set_health(LIVE, VARIANTS)
         await server.start()
@@ -237,6 +238,37 @@ class ZenServer:
                 await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
             elif self.worker is None:
                 await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+def check_address(host: str, port: int) -> None:
+    """Sees whether a server can listen there now.
+
+    Raises:
+        PortInUse: it cannot, and why.
+    """
+    why = _why_not(host, port)
+    if why is not None:
+        raise PortInUse(f"cannot listen on {host}:{port}; {why}")
+
+
+def _why_not(host: str, port: int) -> str | None:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        return f"the host {host!r} cannot be resolved"
+    family, kind, protocol, _, address = found[0]
+    try:
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+            trial.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return "is another server there? --port 0 takes a free port"
+        if error.errno == errno.EADDRNOTAVAIL:
+            return "this machine has no such address; --host 0.0.0.0 takes all it has"
+        return (error.strerror or type(error).__name__).lower()
+    return None
 
 
 def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Engine:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from server import console, demo
-from server.app import running
+from server.app import check_address, running
 from server.demo import Answer, Findings, Member
 
 _PROBES = 32
@@ -30,6 +30,8 @@ def run(
 ) -> None:
     """Converts, serves, asks, prints; with `serve`, goes on serving until a signal comes."""
     members = demo.read_family(family)
+    options = demo.serve_options(len(members), port)
+    check_address(options.host, port)
     began = time.perf_counter()
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zen-demo-")))
@@ -43,7 +45,6 @@ def run(
                 f"a fine-tune takes {disk // len(members):,} bytes on disk as a 1-bit delta."
             )
         with console.progress_bar("start") as report:
-            options = demo.serve_options(len(members), port)
             server = stack.enter_context(running(store, options, report))
         if not as_json:
             console.say(f"Serving base + {len(members)} variants on {server.address}.\n")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from server import cli, console
+from server import cli, console, demo
 from server.app import ServeOptions, running
 from server.client import ZenClient
 from zen_jax import benchmark
@@ -169,6 +169,11 @@ def unreadable(tmp_path: Path) -> Path:
         ("client", "base", "Hi", "--address", "127.0.0.1:1"),
         ("client", "--list", "--address", "127.0.0.1:1"),
         ("client", "base", "Hi", "--seed", "-1"),
+        ("client", "base", "Hi", "--address", "127.0.0.1:99999"),
+        ("client", "--list", "--address", ""),
+        ("client", "base", "a\udcff"),
+        ("generate", "{store}", "base", "a\udcff"),
+        ("generate", "{store}", "base", "Hi", "--seed", "-1"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -194,6 +199,41 @@ def test_bad_input_is_one_line_and_status_2(
     assert re.match(r"zen: .{10,}", err)
     assert sorted(tiny_store.rglob("*")) == before
     assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [("max-tokens", "99999999999"), ("seed", "-1"), ("timeout", "nan"), ("timeout", "-1")],
+)
+def test_an_option_with_a_value_that_cannot_be_is_named(zen, option, value):
+    status, _, err = zen("client", "base", "Hi", f"--{option}", value)
+    assert status == 2
+    assert err.startswith(f"zen: {option.replace('-', '_')}") and value in err
+
+
+@pytest.mark.parametrize(
+    "host, why",
+    [
+        ("999.1.1.1", "the host '999.1.1.1' cannot be resolved"),
+        ("192.0.2.1", "this machine has no such address"),
+    ],
+)
+def test_a_host_that_cannot_be_listened_on_is_told(zen, tiny_store, host, why):
+    status, out, err = zen("serve", tiny_store, "--host", host, "--port", 0)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"zen: cannot listen on {host}:0; {why}")
+
+
+def test_a_demonstration_looks_at_its_port_before_it_converts(zen, monkeypatch):
+    def convert(*_: object) -> None:
+        raise AssertionError("it converted")
+
+    monkeypatch.setattr(demo, "convert_family", convert)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, out, err = zen("demo", "--port", port)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"zen: cannot listen on 127.0.0.1:{port}; is another server there?")
 
 
 def test_a_fault_of_the_program_is_not_called_bad_input(zen, tiny_store, monkeypatch):
