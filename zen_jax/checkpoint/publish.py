@@ -9,6 +9,7 @@ it is interrupted, for a week, and gone on with by the next publisher with that 
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import logging
 import os
@@ -303,12 +304,17 @@ class Publisher:
                     os.rename(leaf, before / leaf.name)
             shutil.rmtree(folder)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         interrupted = kind is not None and not issubclass(kind, Exception)
         if self._key is None or not interrupted:
             shutil.rmtree(self._work, ignore_errors=True)
         if self._alive is not None:
             os.close(self._alive)
+        if _is_full(error):
+            text = f"the disk of {self._root} is full; nothing was published, free some space there"
+            raise StoreWriteFailed(text) from error
 
     def give_up(self) -> None:
         """Says that nothing will be published: what was written is not gone on with later."""
@@ -469,6 +475,14 @@ class Publisher:
         _sync(self._content)
         os.rename(self._content, target)
         _sync(target.parent)
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a write found no room, whoever did it; some say it in words only."""
+    words = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)]
+    while error is not None and not any(text in str(error) for text in words):
+        error = error.__cause__
+    return error is not None
 
 
 def _sync(path: Path) -> None:

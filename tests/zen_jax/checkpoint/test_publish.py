@@ -65,12 +65,32 @@ def _no_file_larger_than(size: int) -> Iterator[None]:
 
 
 def test_no_room_for_the_base(sources, tmp_path: Path, capfd) -> None:
-    with _no_file_larger_than(1000), pytest.raises(StoreWriteFailed, match="could not be written"):
+    with (
+        _no_file_larger_than(1000),
+        pytest.raises(StoreWriteFailed, match="the disk of .* is full"),
+    ):
         convert_base(sources[0], tmp_path / "s")
     assert not (tmp_path / "s" / "base").exists()
     assert capfd.readouterr() == ("", "")
     convert_base(sources[0], tmp_path / "s")
     assert Store(tmp_path / "s").verify() == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/s/file"),
+        ValueError("RESOURCE_EXHAUSTED: Error writing [OS error 28: No space left on device]"),
+    ],
+)
+def test_a_full_disk_is_called_so(sources, store: Store, error: Exception) -> None:
+    def fail(*_: object) -> None:
+        raise StoreWriteFailed("a leaf could not be written") from error
+
+    with pytest.raises(StoreWriteFailed, match=f"the disk of {store.path} is full"):
+        convert_variant(sources[1], store.path, "v", progress=fail)
+    _nothing_new(store)
 
 
 @pytest.mark.parametrize("size", [10, 1000, 8000])
@@ -87,7 +107,7 @@ def test_a_disk_that_fails_at_the_end(sources, store: Store, monkeypatch, call: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(publish.os, call, fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="is full"):
         convert_variant(sources[1], store.path, "one")
     monkeypatch.undo()
     _nothing_new(store)
