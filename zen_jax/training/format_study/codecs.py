@@ -7,6 +7,7 @@ scales; names and headers are left out, as they are alike for all formats.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -23,6 +24,7 @@ Codec = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, int]]
 
 _SCALE_BYTES = 4
 _LLOYD_ROUNDS = 20
+_TOGETHER_ROUNDS = 8
 _POWER_ROUNDS = 20
 
 
@@ -119,6 +121,61 @@ def signs_row_column(
     rows, size = delta.shape
     scales = (rows + size) * (2 if bf16 else _SCALE_BYTES)
     return start + (delta - rest), levels * (rows * packed_size(size) + scales)
+
+
+def signs_together(
+    base: np.ndarray, tuned: np.ndarray, *, levels: int = 2
+) -> tuple[np.ndarray, int]:
+    """Several levels of signs whose scales are fitted together, one float32 scale a row and level.
+
+    Stored and served as `signs` with as many levels, which takes each level of what the ones before
+    leave. Here that is only the start: scales are the least-squares ones for the signs and signs
+    the nearest for the scales, in turn.
+
+    Args:
+      base, tuned: [O, I].
+      levels: 2 or more.
+    """
+    start, delta = _difference(base, tuned)
+    sign, size = _signs(delta), np.abs(delta).astype(np.float32)
+    # A size is scales . code for one code of +1 and -1 a level; the sign of the whole is apart.
+    codes = np.array(list(itertools.product((1, -1), repeat=levels - 1)), np.float32)
+    codes = np.concatenate([np.ones((len(codes), 1), np.float32), codes], axis=1)
+    scales = np.zeros((delta.shape[0], levels), np.float32)
+    rest = size
+    for level in range(levels):  # the start: each level of what the ones before leave
+        scales[:, level] = np.mean(np.abs(rest), axis=1)
+        rest = np.abs(rest) - scales[:, level, None]
+    chosen = _nearest(size, scales @ codes.T)
+    for _ in range(_TOGETHER_ROUNDS):
+        scales = _least_squares(size, chosen, codes)
+        chosen = _nearest(size, scales @ codes.T)
+    found = np.take_along_axis(scales @ codes.T, chosen, axis=1)
+    rows, columns = delta.shape
+    return start + found * sign, levels * rows * (packed_size(columns) + _SCALE_BYTES)
+
+
+def _nearest(size: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """For each of size[O, I] the index of the nearest of values[O, n]."""
+    best = np.zeros(size.shape, np.int8)
+    least = np.abs(size - values[:, :1])
+    for index in range(1, values.shape[1]):
+        distance = np.abs(size - values[:, index, None])
+        nearer = distance < least
+        best[nearer], least = index, np.minimum(least, distance)
+    return best
+
+
+def _least_squares(size: np.ndarray, chosen: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Scales float32[O, levels] with the smallest sum of (size - scales . code)^2 in each row."""
+    members = [chosen == index for index in range(len(codes))]
+    count = np.stack([np.sum(m, axis=1) for m in members], axis=1)
+    total = np.stack([np.sum(size * m, axis=1, dtype=np.float64) for m in members], axis=1)
+    wide = codes.astype(np.float64)
+    gram = np.einsum("on,nk,nl->okl", count, wide, wide)
+    # A row may use too few codes to fix all scales: the shortest solution then.
+    inverse = np.linalg.pinv(gram, rcond=1e-9, hermitian=True)
+    return np.einsum("okl,ol->ok", inverse, total @ wide).astype(np.float32)
 
 
 def ternary(

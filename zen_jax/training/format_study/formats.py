@@ -99,6 +99,13 @@ FORMATS: Mapping[str, Format] = {
             "2 levels, row and column",
             partial(codecs.signs_row_column, levels=2),
         ),
+        Format("row-2-together", LEVELS, "2 levels fitted together", codecs.signs_together),
+        Format(
+            "row-3-together",
+            LEVELS,
+            "3 levels fitted together",
+            partial(codecs.signs_together, levels=3),
+        ),
         Format("row-embed-2", EMBEDDING, "embedding 2 levels", _ROW, partial(_ROW, levels=2)),
         Format("row-embed-whole", EMBEDDING, "embedding whole", _ROW, codecs.whole),
         Format("row-embed-shared", EMBEDDING, "embedding the base's", _ROW, codecs.shared),

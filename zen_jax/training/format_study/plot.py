@@ -20,6 +20,12 @@ Study = Mapping[str, Any]
 _SERIES = (
     ("signs, scale a row: 1, 2, 3 levels", ("row", "row-2", "row-3"), "#0072b2", "o"),
     ("signs, row and column: 1, 2 levels", ("row-column-bf16", "row-column-2"), "#56b4e9", "s"),
+    (
+        "levels fitted together: 1, 2, 3",
+        ("row", "row-2-together", "row-3-together"),
+        "#332288",
+        "o",
+    ),
     ("signs, scale a matrix", ("matrix",), "#000000", "P"),
     ("signs, embedding shared, whole", ("row-embed-shared", "row-embed-whole"), "#cc79a7", "D"),
     ("ternary, 1.6 bits", ("ternary",), "#009e73", "^"),

@@ -12,9 +12,19 @@ from zen_jax.training.format_study.study import write_json
 
 Study = Mapping[str, Any]
 
-STUDIES = ("family", "smollm2")
 # Columns of the table by variant: formats whose order a reader wants to know for each of them.
-EACH = ("base", DEFAULT, "row-column", "ternary", "row-2", "two-bit", "svd-1", "svd-2", "tuned")
+EACH = (
+    "base",
+    DEFAULT,
+    "row-column",
+    "ternary",
+    "row-2",
+    "row-2-together",
+    "two-bit",
+    "svd-1",
+    "svd-2",
+    "tuned",
+)
 
 
 def load(path: Path) -> dict[str, Study]:

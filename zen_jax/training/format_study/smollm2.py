@@ -20,7 +20,7 @@ from zen_jax.layout import unfuse
 from zen_jax.training import corpora, residual
 from zen_jax.training.batches import Batch
 from zen_jax.training.finetune import TrainConfig, train
-from zen_jax.training.format_study.formats import FORMATS, REFERENCE, ZEROS, Format
+from zen_jax.training.format_study.formats import FORMATS, LEVELS, REFERENCE, ZEROS, Format
 from zen_jax.training.format_study.measure import Sheet, tensors_digest
 from zen_jax.training.format_study.study import Subject, write_json
 from zen_jax.training.residual import Tensors
@@ -35,7 +35,7 @@ SEED = 20261130
 # The same update, made smaller: in bfloat16 most of it is rounded away, as in a short fine-tune.
 SMALLER = 0.1
 TITLES = {"german": "German, 20 steps", "german-tenth": "German, a tenth of the update"}
-_ZERO_FORMATS = tuple(f for f in FORMATS.values() if f.group in (REFERENCE, ZEROS))
+_ZERO_FORMATS = tuple(f for f in FORMATS.values() if f.group in (REFERENCE, ZEROS, LEVELS))
 
 
 @dataclasses.dataclass(frozen=True)
