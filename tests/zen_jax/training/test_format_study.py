@@ -95,6 +95,14 @@ def test_levels_fitted_together_hold_a_ternary_code() -> None:
     assert together <= ternary < apart - 0.1
 
 
+def test_one_level_fitted_together_is_what_is_served() -> None:
+    base, tuned = np.random.default_rng(0).normal(size=(2, 16, 44)).astype(np.float32)
+    tuned[:, ::3] = base[:, ::3]
+    mine, served = codecs.signs_together(base, tuned, levels=1), codecs.signs(base, tuned)
+    np.testing.assert_allclose(mine[0], served[0], rtol=1e-6)
+    assert mine[1] == served[1]
+
+
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 @pytest.mark.parametrize("rank", [1, 5, 24])
 def test_low_rank_is_the_best_of_its_rank(shape: tuple[int, int], rank: int) -> None:

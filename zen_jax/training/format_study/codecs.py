@@ -18,6 +18,7 @@ import numpy as np
 from pallas_kernels.packing import pack_signs, packed_size
 from zen_jax.delta.apply import effective_weight
 from zen_jax.delta.compress import ScaleKind, compress_tensor, keep_vector
+from zen_jax.delta.format import WeightDelta
 
 # (base, tuned), any float dtype and one shape -> (what the format gives back, float32; bytes)
 Codec = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, int]]
@@ -134,10 +135,10 @@ def signs_together(
 
     Args:
       base, tuned: [O, I].
-      levels: 2 or more.
+      levels: 1 or more; 1 is `signs`.
     """
-    start, delta = _difference(base, tuned)
-    sign, size = _signs(delta), np.abs(delta).astype(np.float32)
+    _, delta = _difference(base, tuned)
+    sign, size = _signs(delta), np.abs(delta)
     # A size is scales . code for one code of +1 and -1 a level; the sign of the whole is apart.
     codes = np.array(list(itertools.product((1, -1), repeat=levels - 1)), np.float32)
     codes = np.concatenate([np.ones((len(codes), 1), np.float32), codes], axis=1)
@@ -150,9 +151,9 @@ def signs_together(
     for _ in range(_TOGETHER_ROUNDS):
         scales = _least_squares(size, chosen, codes)
         chosen = _nearest(size, scales @ codes.T)
-    found = np.take_along_axis(scales @ codes.T, chosen, axis=1)
-    rows, columns = delta.shape
-    return start + found * sign, levels * rows * (packed_size(columns) + _SCALE_BYTES)
+    signs_of = [pack_signs(sign * codes[:, level][chosen]) for level in range(levels)]
+    stored = WeightDelta(np.stack(signs_of), np.ascontiguousarray(scales.T))
+    return np.asarray(effective_weight(jnp.asarray(base), stored)), stored.nbytes
 
 
 def _nearest(size: np.ndarray, values: np.ndarray) -> np.ndarray:
