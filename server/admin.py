@@ -55,7 +55,7 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
         """Asks `worker` from now on."""
         self._worker = worker
 
-    async def ListVariants(  # noqa: N802, here and below the names are the protocol's
+    async def ListVariants(
         self, request: pb.ListVariantsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListVariantsResponse:
         """Lists the newest version of every variant that the store or the worker has."""
@@ -67,14 +67,14 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
             variants=variants, slots=seen.slots, rows=seen.rows, rows_active=seen.rows_in_use
         )
 
-    async def GetVariant(  # noqa: N802
+    async def GetVariant(
         self, request: pb.GetVariantRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetVariantResponse:
         """Describes one variant."""
         variant = await self._find(request.name, known=True)
         return pb.GetVariantResponse(variant=self._describe(variant))
 
-    async def LoadVariant(  # noqa: N802
+    async def LoadVariant(
         self, request: pb.LoadVariantRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadVariantResponse:
         """Loads a variant, and answers when it is resident."""
@@ -82,7 +82,7 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
         await self._ask(variant, lambda worker: worker.load(variant))
         return pb.LoadVariantResponse(variant=self._describe(variant))
 
-    async def UnloadVariant(  # noqa: N802
+    async def UnloadVariant(
         self, request: pb.UnloadVariantRequest, context: grpc.aio.ServicerContext
     ) -> pb.UnloadVariantResponse:
         """Unloads a variant in all versions, and answers when nothing uses it any more."""
@@ -90,7 +90,7 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
         await self._ask(variant, lambda worker: worker.unload(variant))
         return pb.UnloadVariantResponse(variant=self._describe(variant))
 
-    async def PinVariant(  # noqa: N802
+    async def PinVariant(
         self, request: pb.PinVariantRequest, context: grpc.aio.ServicerContext
     ) -> pb.PinVariantResponse:
         """Pins a variant, or lets all its versions go."""

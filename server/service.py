@@ -155,7 +155,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         """Gives its threads up. No call may be in flight or come any more."""
         self._preparers.shutdown(wait=False, cancel_futures=True)
 
-    async def Generate(  # noqa: N802, the name is the protocol's
+    async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Streams the answer to one request, and frees its row however the call ends."""

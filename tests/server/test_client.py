@@ -21,7 +21,7 @@ class Scripted(generate_pb2_grpc.GenerateServiceServicer):
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
 
-    def Generate(self, request, context):  # noqa: N802
+    def Generate(self, request, context):
         self.requests.append(request)
         yield pb.GenerateResponse(text="a", token_ids=[1])
         if request.model == "refused":
@@ -44,7 +44,7 @@ def abort(context: grpc.ServicerContext, error: status.StatusError) -> None:
 
 
 class Listing(variants_pb2_grpc.VariantServiceServicer):
-    def ListVariants(self, request, context):  # noqa: N802
+    def ListVariants(self, request, context):
         return variants_pb2.ListVariantsResponse(
             variants=[variants_pb2.Variant(name="coder")], slots=3
         )
