@@ -46,12 +46,14 @@ def vary(tensors: Tensors, seed: int = 0) -> dict[str, WeightDelta]:
     return deltas
 
 
-def decode(engine: Engine, bank: Any, slots: tuple[int, int]) -> np.ndarray:
-    """Greedy tokens [2, STEPS + 1] of the prompt in both rows."""
+def decode(
+    engine: Engine, bank: Any, slots: tuple[int, int], temperature: float = 0.0
+) -> np.ndarray:
+    """Tokens [2, STEPS + 1] after the prompt in both rows, greedy unless told otherwise."""
     state = engine.init_state()
-    greedy = SamplingParams(temperature=0)
+    sampling = SamplingParams(temperature=temperature)
     for row, slot in enumerate(slots):
-        state = engine.insert(state, engine.prefill(bank, slot, PROMPT, greedy, 0), row)
+        state = engine.insert(state, engine.prefill(bank, slot, PROMPT, sampling, row), row)
     tokens = [np.asarray(state.tokens)]
     for _ in range(STEPS):
         state, new = engine.decode(bank, state)
@@ -132,10 +134,11 @@ def test_more_vocabulary_and_a_head_of_its_own(untie: bool, devices) -> None:
         for slot, deltas in enumerate((wide, plain)):
             bank = engine.write_slot(bank, slot, engine.stage(deltas))
         answers.append((decode(engine, bank, (0, 1)), decode(engine, bank, (-1, 0))))
+        hot = decode(engine, bank, (-1, 1), temperature=100.0)  # any token is as likely
+        assert (hot < config.vocab_size).all(), "only the wide one has more"
     assert all(np.array_equal(a, b) for a, b in zip(*answers, strict=True))
     (both, alone), vocab = answers[0], config.vocab_size
     assert np.array_equal(both[0], alone[1])
-    assert (both[1] < vocab).all() and (alone[0] < vocab).all(), "only the wide one has more"
     for answer, deltas, size in ((both[0], wide, vocab + 3), (both[1], plain, vocab)):
         whole = materialise(params, held.fuse_variant(deltas))
         assert np.array_equal(answer, greedy_of(held.config, whole, answer, size))
