@@ -13,7 +13,7 @@ help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
 
 # A set-up that was interrupted leaves no stamp, and the next one starts afresh.
-$(STAMP): pyproject.toml constraints.txt tools/find-python tools/set-up $(wildcard pallas_kernels/*/*.cc)
+$(STAMP): pyproject.toml constraints.txt tools/find-python tools/set-up $(wildcard pallas_kernels/*.h pallas_kernels/*/*.cc pallas_kernels/*/*.h)
 	@tools/set-up $(VENV)
 
 setup: $(STAMP)  ## Install everything into .venv

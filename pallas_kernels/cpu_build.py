@@ -1,8 +1,9 @@
 """Builds the CPU kernels against the installed jaxlib, and finds what was built.
 
-`python -m pallas_kernels.cpu_build` is part of the set-up. A library is named by a hash of its
-source, the jaxlib and the processor's kind, so that a stale one is never loaded. Without a C++
-compiler nothing is built, and products go through XLA.
+`python -m pallas_kernels.cpu_build` is part of the set-up. A kernel's folder holds cpu.cc, which is
+what is compiled, and the headers that it includes; headers beside this file are shared. A library
+is named by a hash of all of them, the jaxlib and the processor's kind, so that a stale one is never
+loaded. Without a C++ compiler nothing is built, and XLA does the kernels' work.
 """
 
 import ctypes
@@ -37,9 +38,16 @@ def library_path(kernel: str) -> Path:
     """
     if kernel not in SOURCES:
         raise ValueError(f"kernel is {kernel!r}; expected one of {', '.join(SOURCES)}")
-    made_of = (SOURCES[kernel].read_bytes(), version("jaxlib"), platform.machine(), _FLAGS)
+    texts = [path.read_bytes() for path in _files(kernel)]
+    made_of = (texts, version("jaxlib"), platform.machine(), _FLAGS)
     digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     return ROOT / "_build" / f"{kernel}-{digest}.so"
+
+
+def _files(kernel: str) -> list[Path]:
+    """Everything that a library's code stands in: its own folder's files and the shared headers."""
+    own = SOURCES[kernel].parent
+    return sorted({*own.glob("*.cc"), *own.glob("*.h"), *ROOT.glob("*.h")})
 
 
 def compiler() -> str | None:
@@ -67,6 +75,7 @@ def build(kernel: str) -> Path | None:
             cxx,
             *_FLAGS,
             f"-I{jax.ffi.include_dir()}",
+            f"-I{ROOT}",
             str(SOURCES[kernel]),
             "-o",
             str(made),
@@ -87,7 +96,7 @@ def load(kernel: str) -> ctypes.CDLL | None:
     path = library_path(kernel)
     if not path.exists():
         _log.warning(
-            "the CPU kernel %s is not built: products go through XLA, several times slower; "
+            "the CPU kernel %s is not built: XLA does its work, several times slower; "
             "install a C++ compiler and run python -m pallas_kernels.cpu_build",
             kernel,
         )
@@ -100,7 +109,7 @@ def main() -> int:
     for kernel in SOURCES:
         try:
             if build(kernel) is None:
-                print("no C++ compiler: products on the CPU will go through XLA, which is slower")
+                print("no C++ compiler: on the CPU XLA will do the kernels' work, which is slower")
         except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
             print(f"{kernel} was not built, so XLA will do its work: {error}", file=sys.stderr)
     return 0

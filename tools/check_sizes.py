@@ -16,7 +16,7 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 PACKAGES = ("pallas_kernels", "server", "zen_jax")
 FOLDERS = (*PACKAGES, "notebooks", "tests", "tools")
-SUFFIXES = (".cc", ".py")
+SUFFIXES = (".cc", ".h", ".py")
 
 
 def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
