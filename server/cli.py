@@ -84,7 +84,7 @@ def convert_variant(
         Scale.row
     ),
     levels: Annotated[
-        int, typer.Option(min=1, max=8, help="Bits a weight; each codes what is left.")
+        int, typer.Option(min=1, max=4, help="Bits a weight; 2 where much was rounded away.")
     ] = 1,
     embed: Annotated[Embed, typer.Option(help="What is kept of embedding and head.")] = Embed.bit,
     force: Annotated[

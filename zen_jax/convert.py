@@ -32,6 +32,7 @@ from zen_jax.checkpoint.store import Progress, Store
 from zen_jax.checkpoint.tokens import check_tokenizer
 from zen_jax.conversion import Conversion
 from zen_jax.delta.compress import ScaleKind
+from zen_jax.delta.levels import MAX_LEVELS
 from zen_jax.pairs import check_architecture
 
 EmbedPolicy = Literal["bit", "whole", "shared"]
@@ -144,7 +145,7 @@ def convert_variant(
       store: the store's folder.
       name: the variant's name.
       scale: one scale a "row" of outputs, or one a "matrix".
-      levels: signs and scales a weight; each level codes what the ones before leave.
+      levels: signs and scales a weight, 1 to 4, fitted together.
       embed: embedding and head as a "bit" like other matrices, "whole", or "shared" with the base.
       force: convert a checkpoint whose weights have nothing to do with the base's; the manifest
         keeps a warning.
@@ -165,8 +166,8 @@ def convert_variant(
             f"scale is {scale!r} and embed {embed!r}; expected one of {get_args(ScaleKind)} and "
             f"one of {get_args(EmbedPolicy)}"
         )
-    if type(levels) is not int or not 1 <= levels <= 8:
-        raise ValueError(f"levels is {levels!r}; expected a whole number from 1 to 8")
+    if type(levels) is not int or not 1 <= levels <= MAX_LEVELS:
+        raise ValueError(f"levels is {levels!r}; expected a whole number from 1 to {MAX_LEVELS}")
     target = Store(Path(store))
     source = open_source(Path(src))
     source.check_spare_head()

@@ -154,7 +154,7 @@ def unreadable(tmp_path: Path) -> Path:
         ("convert", "variant", "{base}", "{store}", "../name"),
         ("convert", "variant", "{base}", "{store}", "base"),
         ("convert", "variant", "{base}", "{store}", "name", "--scale", "column"),
-        ("convert", "variant", "{base}", "{store}", "name", "--levels", "9"),
+        ("convert", "variant", "{base}", "{store}", "name", "--levels", "5"),
         ("verify", "{new}"),
         ("verify", "{file}"),
         ("ls", "{new}"),

@@ -1,8 +1,9 @@
 """A fine-tuned tensor to packed signs and scales: BitDelta, arXiv:2402.10193, eq. 1 to 3.
 
 W_ft ~ W_base + alpha sign(W_ft - W_base), alpha the mean of |delta| over a row of outputs (or over
-the matrix, as published). That is the least-squares scale for these signs. Deltas are float32, sums
-float64; a block of rows is worked on at a time.
+the matrix, as published). That is the least-squares scale for these signs. More levels of signs and
+scales than one are fitted together (`zen_jax.delta.levels`). Deltas are float32, sums float64; a
+block of rows is worked on at a time.
 """
 
 import dataclasses
@@ -13,11 +14,20 @@ import numpy as np
 
 from pallas_kernels.packing import pack_signs, packed_size
 from zen_jax.delta.format import WeightDelta
+from zen_jax.delta.levels import (
+    MAX_LEVELS,
+    fit_matrix,
+    fit_rows,
+    level_values,
+    nearest,
+    sign_codes,
+)
 
 ScaleKind = Literal["row", "matrix"]
 
 # Elements that are worked on at once.
 _BLOCK = 1 << 20
+_NOT_FINITE = "a delta is not finite; look for NaN or infinity in base or fine-tune"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,55 +56,113 @@ def compress_tensor(
       base: [O, I], as it is stored (bfloat16, float16 or float32).
       tuned: [O, I], any of these.
       scale: one scale a "row" or one a "matrix".
-      levels: how many times signs and scales are taken, each of what the ones before leave.
+      levels: sets of signs and scales, 1 to 4; more than one are fitted together.
 
     Returns:
       WeightDelta with bits uint8[levels, O, ceil(I / 8)] and scale float32[levels, O] or
       float32[levels, 1]; and its figures.
 
     Raises:
-      ValueError: not two matrices of one shape, a level count below 1, an unknown kind of scale,
-        or a delta that is not finite in float32.
+      ValueError: not two matrices of one shape, a level count outside 1 to 4, an unknown kind of
+        scale, or a delta that is not finite in float32.
     """
     if base.ndim != 2 or base.shape != tuned.shape:
         raise ValueError(f"shapes {base.shape} and {tuned.shape}; expected two equal [O, I]")
-    if levels < 1:
-        raise ValueError(f"levels is {levels}; expected 1 or more")
+    if not 1 <= levels <= MAX_LEVELS:
+        raise ValueError(f"levels is {levels}; expected 1 to {MAX_LEVELS}")
     if scale not in ("row", "matrix"):
         raise ValueError(f"scale is {scale!r}; expected 'row' or 'matrix'")
+    tally = _Tally()
+    if levels == 1:
+        delta, left = _one_level(base, tuned, scale, tally)
+    else:
+        delta, left = _together(base, tuned, scale, levels, tally)
+    stats = TensorStats(
+        zeros=tally.zeros / max(base.size, 1),
+        alpha_mean=float(np.asarray(delta.scale)[0].mean()),
+        base_rms=float(np.sqrt(tally.base_squares / max(base.size, 1))),
+        relative_error=float(np.sqrt(left / tally.squares)) if tally.squares else 0.0,
+    )
+    return delta, stats
+
+
+@dataclasses.dataclass
+class _Tally:
+    """Sums over what was seen of a matrix: zeros and squares of the delta, squares of the base."""
+
+    zeros: int = 0
+    base_squares: float = 0.0
+    squares: float = 0.0
+
+    def add(self, start: np.ndarray, delta: np.ndarray) -> None:
+        self.zeros += int(np.count_nonzero(delta == 0))
+        self.base_squares += _sum_of_squares(start)
+        self.squares += _sum_of_squares(delta)
+
+
+def _one_level(
+    base: np.ndarray, tuned: np.ndarray, scale: ScaleKind, tally: _Tally
+) -> tuple[WeightDelta, float]:
+    """(bits uint8[1, O, ceil(I / 8)] and scale, ||delta - alpha s||^2)."""
     outputs, size = base.shape
+    bits = np.zeros((1, outputs, packed_size(size)), np.uint8)
+    scales = np.zeros((1, outputs if scale == "row" else 1), np.float32)
+    absolute = np.zeros(outputs)
+    for rows, start, delta in _deltas(base, tuned):
+        tally.add(start, delta)
+        bits[0, rows] = pack_signs(delta, rows.start * size)
+        absolute[rows] = np.abs(delta).sum(axis=1, dtype=np.float64)
+    alpha = absolute / max(size, 1)
+    scales[0] = alpha if scale == "row" else alpha.mean()
+    # ||d - alpha s||^2 = ||d||^2 - n alpha^2, since s . d is the sum of |d|.
+    exact = alpha if scale == "row" else np.full(outputs, alpha.mean())
+    left = max(tally.squares - size * float(np.square(exact).sum()), 0.0)
+    return WeightDelta(bits=bits, scale=scales), left
+
+
+def _together(
+    base: np.ndarray, tuned: np.ndarray, scale: ScaleKind, levels: int, tally: _Tally
+) -> tuple[WeightDelta, float]:
+    """(bits uint8[levels, O, ceil(I / 8)] and scale, ||delta - sum alpha s||^2)."""
+    outputs, size = base.shape
+    codes = sign_codes(levels)
     bits = np.zeros((levels, outputs, packed_size(size)), np.uint8)
     scales = np.zeros((levels, outputs if scale == "row" else 1), np.float32)
-    zeros, base_squares, squares, left = 0, 0.0, 0.0, 0.0
-    for level in range(levels):
-        absolute, left = np.zeros(outputs), 0.0
-        for rows in _blocks(outputs, size):
-            start = base[rows].astype(np.float32)
-            rest = tuned[rows].astype(np.float32) - start
-            if not level:
-                zeros += int(np.count_nonzero(rest == 0))
-                base_squares += _sum_of_squares(start)
-                squares += _sum_of_squares(rest)
-                if not np.isfinite(squares):
-                    raise ValueError(
-                        "a delta is not finite; look for NaN or infinity in base or fine-tune"
-                    )
-            _subtract(rest, bits[:level, rows], scales[:level], rows)
-            bits[level, rows] = pack_signs(rest, rows.start * size)
-            absolute[rows] = np.abs(rest).sum(axis=1, dtype=np.float64)
-            left += _sum_of_squares(rest)
-        alpha = absolute / max(size, 1)
-        scales[level] = alpha if scale == "row" else alpha.mean()
-        # ||r - alpha s||^2 = ||r||^2 - n alpha^2, since s . r is the sum of |r|.
-        exact = alpha if scale == "row" else np.full(outputs, alpha.mean())
-        left = max(left - size * float(np.square(exact).sum()), 0.0)
-    stats = TensorStats(
-        zeros=zeros / max(base.size, 1),
-        alpha_mean=float(scales[0].mean()),
-        base_rms=float(np.sqrt(base_squares / max(base.size, 1))),
-        relative_error=float(np.sqrt(left / squares)) if squares else 0.0,
-    )
-    return WeightDelta(bits=bits, scale=scales), stats
+    if scale == "matrix":
+        sizes = lambda: (np.abs(delta) for _, _, delta in _deltas(base, tuned))  # noqa: E731
+        scales[:] = fit_matrix(sizes, levels).T
+    left = 0.0
+    for rows, start, delta in _deltas(base, tuned):
+        tally.add(start, delta)
+        absolute = np.abs(delta)
+        if scale == "row":
+            scales[:, rows] = fit_rows(absolute, levels).T
+        values = level_values((scales if scale == "matrix" else scales[:, rows]).T)
+        chosen = nearest(absolute, values)
+        packed = pack_signs(delta, rows.start * size)
+        unpacked = np.unpackbits(packed, axis=-1, count=size, bitorder="little")
+        signs = unpacked.astype(np.float32) * 2 - 1
+        for level in range(levels):
+            bits[level, rows] = pack_signs(signs * codes[:, level][chosen])
+        given = np.take_along_axis(
+            np.broadcast_to(values, (len(delta), len(codes))), chosen, axis=1
+        )
+        left += _sum_of_squares(absolute - given)
+    return WeightDelta(bits=bits, scale=scales), left
+
+
+def _deltas(base: np.ndarray, tuned: np.ndarray) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
+    """(rows, the base's, the delta's), a block of rows at a time, in float32.
+
+    Raises:
+      ValueError: a delta is not finite.
+    """
+    for rows in _blocks(*base.shape):
+        start = base[rows].astype(np.float32)
+        delta = tuned[rows].astype(np.float32) - start
+        if not np.isfinite(delta).all():
+            raise ValueError(_NOT_FINITE)
+        yield rows, start, delta
 
 
 def _blocks(outputs: int, size: int) -> Iterator[slice]:
@@ -106,14 +174,6 @@ def _blocks(outputs: int, size: int) -> Iterator[slice]:
 
 def _sum_of_squares(values: np.ndarray) -> float:
     return float(np.square(values, dtype=np.float64).sum())
-
-
-def _subtract(rest: np.ndarray, bits: np.ndarray, scales: np.ndarray, rows: slice) -> None:
-    """Takes the levels that are done off a block of the delta, in place."""
-    for packed, scale in zip(bits, scales, strict=True):
-        signs = np.unpackbits(packed, axis=-1, count=rest.shape[1], bitorder="little")
-        alpha = scale if scale.size == 1 else scale[rows, None]
-        rest -= alpha * (signs.astype(np.float32) * 2 - 1)
 
 
 def keep_vector(base: np.ndarray, tuned: np.ndarray) -> WeightDelta:
@@ -130,5 +190,5 @@ def keep_vector(base: np.ndarray, tuned: np.ndarray) -> WeightDelta:
         raise ValueError(f"shapes {base.shape} and {tuned.shape}; expected equal ones")
     delta = tuned.astype(np.float32) - base.astype(np.float32)
     if not np.isfinite(delta).all():
-        raise ValueError("a delta is not finite; look for NaN or infinity in base or fine-tune")
+        raise ValueError(_NOT_FINITE)
     return WeightDelta(dense=delta) if delta.any() else WeightDelta()

@@ -359,7 +359,8 @@ def test_a_variant_of_another_base_is_refused(family, sources, ready, tmp_path) 
 
 
 def test_options_that_cannot_be(sources, ready: Path, tmp_path: Path) -> None:
-    for options in ({"scale": "column"}, {"embed": "none"}, {"levels": 0}, {"levels": True}):
+    levels = [{"levels": wrong} for wrong in (0, 5, True)]
+    for options in ({"scale": "column"}, {"embed": "none"}, *levels):
         with pytest.raises(ValueError, match="expected"):
             convert_variant(sources[1], ready, "v", **options)
     for shards in (0, 1.5, True):

@@ -95,10 +95,10 @@ def test_levels_fitted_together_hold_a_ternary_code() -> None:
     assert together <= ternary < apart - 0.1
 
 
-def test_one_level_fitted_together_is_what_is_served() -> None:
+def test_one_level_is_the_same_in_turn_and_together() -> None:
     base, tuned = np.random.default_rng(0).normal(size=(2, 16, 44)).astype(np.float32)
     tuned[:, ::3] = base[:, ::3]
-    mine, served = codecs.signs_together(base, tuned, levels=1), codecs.signs(base, tuned)
+    mine, served = codecs.signs_in_turn(base, tuned, levels=1), codecs.signs(base, tuned)
     np.testing.assert_allclose(mine[0], served[0], rtol=1e-6)
     assert mine[1] == served[1]
 

@@ -7,7 +7,6 @@ scales; names and headers are left out, as they are alike for all formats.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -18,14 +17,12 @@ import numpy as np
 from pallas_kernels.packing import pack_signs, packed_size
 from zen_jax.delta.apply import effective_weight
 from zen_jax.delta.compress import ScaleKind, compress_tensor, keep_vector
-from zen_jax.delta.format import WeightDelta
 
 # (base, tuned), any float dtype and one shape -> (what the format gives back, float32; bytes)
 Codec = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, int]]
 
 _SCALE_BYTES = 4
 _LLOYD_ROUNDS = 20
-_TOGETHER_ROUNDS = 8
 _POWER_ROUNDS = 20
 
 
@@ -66,7 +63,7 @@ def signs(
     Args:
       base, tuned: [O, I].
       scale: one a "row" or one a "matrix".
-      levels: sets of signs and scales, each of what the ones before leave.
+      levels: sets of signs and scales, fitted together.
       bf16: whether scales are rounded to bfloat16.
     """
     delta, _ = compress_tensor(base, tuned, scale=scale, levels=levels)
@@ -124,59 +121,24 @@ def signs_row_column(
     return start + (delta - rest), levels * (rows * packed_size(size) + scales)
 
 
-def signs_together(
+def signs_in_turn(
     base: np.ndarray, tuned: np.ndarray, *, levels: int = 2
 ) -> tuple[np.ndarray, int]:
-    """Several levels of signs whose scales are fitted together, one float32 scale a row and level.
-
-    Stored and served as `signs` with as many levels, which takes each level of what the ones before
-    leave. Here that is only the start: scales are the least-squares ones for the signs and signs
-    the nearest for the scales, in turn.
+    """Levels one after the other, each alpha sign(what the ones before leave), one float32 scale a
+    row and level: what `signs` fits together, without the fitting.
 
     Args:
       base, tuned: [O, I].
       levels: 1 or more; 1 is `signs`.
     """
-    _, delta = _difference(base, tuned)
-    sign, size = _signs(delta), np.abs(delta)
-    # A size is scales . code for one code of +1 and -1 a level; the sign of the whole is apart.
-    codes = np.array(list(itertools.product((1, -1), repeat=levels - 1)), np.float32)
-    codes = np.concatenate([np.ones((len(codes), 1), np.float32), codes], axis=1)
-    scales = np.zeros((delta.shape[0], levels), np.float32)
-    rest = size
-    for level in range(levels):  # the start: each level of what the ones before leave
-        scales[:, level] = np.mean(np.abs(rest), axis=1)
-        rest = np.abs(rest) - scales[:, level, None]
-    chosen = _nearest(size, scales @ codes.T)
-    for _ in range(_TOGETHER_ROUNDS):
-        scales = _least_squares(size, chosen, codes)
-        chosen = _nearest(size, scales @ codes.T)
-    signs_of = [pack_signs(sign * codes[:, level][chosen]) for level in range(levels)]
-    stored = WeightDelta(np.stack(signs_of), np.ascontiguousarray(scales.T))
-    return np.asarray(effective_weight(jnp.asarray(base), stored)), stored.nbytes
-
-
-def _nearest(size: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """For each of size[O, I] the index of the nearest of values[O, n]."""
-    best = np.zeros(size.shape, np.int8)
-    least = np.abs(size - values[:, :1])
-    for index in range(1, values.shape[1]):
-        distance = np.abs(size - values[:, index, None])
-        nearer = distance < least
-        best[nearer], least = index, np.minimum(least, distance)
-    return best
-
-
-def _least_squares(size: np.ndarray, chosen: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """Scales float32[O, levels] with the smallest sum of (size - scales . code)^2 in each row."""
-    members = [chosen == index for index in range(len(codes))]
-    count = np.stack([np.sum(m, axis=1) for m in members], axis=1)
-    total = np.stack([np.sum(size * m, axis=1, dtype=np.float64) for m in members], axis=1)
-    wide = codes.astype(np.float64)
-    gram = np.einsum("on,nk,nl->okl", count, wide, wide)
-    # A row may use too few codes to fix all scales: the shortest solution then.
-    inverse = np.linalg.pinv(gram, rcond=1e-9, hermitian=True)
-    return np.einsum("okl,ol->ok", inverse, total @ wide).astype(np.float32)
+    start, delta = _difference(base, tuned)
+    rest, given = delta, np.zeros_like(delta)
+    for _ in range(levels):
+        alpha = np.mean(np.abs(rest), axis=1, keepdims=True, dtype=np.float64).astype(np.float32)
+        part = alpha * _signs(rest)
+        rest, given = rest - part, given + part
+    rows, size = delta.shape
+    return start + given, levels * rows * (packed_size(size) + _SCALE_BYTES)
 
 
 def ternary(

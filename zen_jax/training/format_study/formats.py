@@ -65,6 +65,7 @@ REFERENCE, ZEROS, SCALES, LEVELS, EMBEDDING, OTHERS = GROUPS = (
 )
 DEFAULT = "row"
 _ROW = codecs.signs
+_IN_TURN = partial(codecs.signs_in_turn, levels=2)
 _SVD = partial(codecs.low_rank, levels=1)
 
 FORMATS: Mapping[str, Format] = {
@@ -91,22 +92,19 @@ FORMATS: Mapping[str, Format] = {
             "row and column, bfloat16",
             partial(codecs.signs_row_column, bf16=True),
         ),
-        Format("row-2", LEVELS, "2 levels", partial(_ROW, levels=2)),
-        Format("row-3", LEVELS, "3 levels", partial(_ROW, levels=3)),
+        Format("row-2", LEVELS, "2 levels one after the other", _IN_TURN),
+        Format(
+            "row-3", LEVELS, "3 levels one after the other", partial(codecs.signs_in_turn, levels=3)
+        ),
         Format(
             "row-column-2",
             LEVELS,
-            "2 levels, row and column",
+            "2 levels, row and column, one after the other",
             partial(codecs.signs_row_column, levels=2),
         ),
-        Format("row-2-together", LEVELS, "2 levels fitted together", codecs.signs_together),
-        Format(
-            "row-3-together",
-            LEVELS,
-            "3 levels fitted together",
-            partial(codecs.signs_together, levels=3),
-        ),
-        Format("row-embed-2", EMBEDDING, "embedding 2 levels", _ROW, partial(_ROW, levels=2)),
+        Format("row-2-together", LEVELS, "2 levels fitted together", partial(_ROW, levels=2)),
+        Format("row-3-together", LEVELS, "3 levels fitted together", partial(_ROW, levels=3)),
+        Format("row-embed-2", EMBEDDING, "embedding 2 levels one after the other", _ROW, _IN_TURN),
         Format("row-embed-whole", EMBEDDING, "embedding whole", _ROW, codecs.whole),
         Format("row-embed-shared", EMBEDDING, "embedding the base's", _ROW, codecs.shared),
         Format("two-bit", OTHERS, "delta rounded to 2 bits (compare 2 levels)", codecs.two_bit),

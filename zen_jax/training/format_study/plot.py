@@ -18,8 +18,8 @@ Study = Mapping[str, Any]
 
 # Formats that belong together, in the order of their bytes: (label, names, colour, marker).
 _SERIES = (
-    ("signs, scale a row: 1, 2, 3 levels", ("row", "row-2", "row-3"), "#0072b2", "o"),
-    ("signs, row and column: 1, 2 levels", ("row-column-bf16", "row-column-2"), "#56b4e9", "s"),
+    ("levels one after the other: 1, 2, 3", ("row", "row-2", "row-3"), "#0072b2", "o"),
+    ("the same, row and column: 1, 2", ("row-column-bf16", "row-column-2"), "#56b4e9", "s"),
     (
         "levels fitted together: 1, 2, 3",
         ("row", "row-2-together", "row-3-together"),

@@ -17,10 +17,11 @@ from rich.progress import (
 )
 
 from zen_jax.config import ModelConfig
+from zen_jax.delta import compress, levels
 from zen_jax.training.format_study import codecs, measure
 from zen_jax.training.format_study.formats import Format, Tensors, share_of_zeros, store
 from zen_jax.training.format_study.measure import Examiner, Sheet
-from zen_jax.training.residual import float32_params
+from zen_jax.training.residual import file_digest, float32_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +86,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def subject_key(subject: Subject) -> str:
-    """Changes with the weights, the sheet and the codecs' source: what measurements depend on."""
+    """Changes with the weights, the sheet and the source of the codecs and of the product's own
+    compression: what measurements depend on."""
+    sources = [module.__file__ for module in (codecs, compress, levels)]
     parts = [
         measure.tensors_digest(subject.base),
         measure.tensors_digest(subject.tuned),
         subject.sheet.digest,
-        hashlib.sha256(Path(codecs.__file__).read_bytes()).hexdigest(),
+        *(file_digest(Path(source)) for source in sources if source),
     ]
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
