@@ -5,18 +5,21 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
 
 from zen_jax.config import ModelConfig
+from zen_jax.delta.apply import effective_weight
+from zen_jax.delta.format import WeightDelta
 from zen_jax.layout import Params, unfuse
 from zen_jax.training import corpora, residual, scoring
 from zen_jax.training.bytes_tokenizer import write_tokenizer
 from zen_jax.training.corpora import Corpus
 from zen_jax.training.format_study import __main__ as command
 from zen_jax.training.format_study import report, smollm2, study
-from zen_jax.training.format_study.formats import FORMATS
+from zen_jax.training.format_study.formats import FORMATS, store
 from zen_jax.training.format_study.report import fill, load, tables
 from zen_jax.training.residual import Tensors
 from zen_jax.training.scoring import Exam
@@ -257,6 +260,41 @@ def _update(base: Any, tuned: Any) -> float:
     """Root of the sum of squares of an update."""
     changes = [tuned[n].astype(np.float64) - base[n].astype(np.float64) for n in base]
     return math.sqrt(sum(float(np.sum(c * c)) for c in changes))
+
+
+@pytest.mark.usefixtures("german")
+def test_the_smollm2_command_keeps_the_delta(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "remember_compilations", lambda folder: None)
+    monkeypatch.setattr(command, "run", lambda *_: None)
+    monkeypatch.setattr(report, "write", lambda *_: None)
+    docs, work = tmp_path / "docs", tmp_path / "work"
+    given = ["--docs", str(docs), "smollm2", "--base", str(folder), "--work", str(work)]
+    assert command.main([*given, "--steps", "3", "--texts", str(tmp_path), "--quiet"]) == 0
+    parts, metadata = residual.read_safetensors(docs / smollm2.DELTA)
+    assert json.loads(metadata["about"])["steps"] == 3
+    _, base = residual.read_folder(work / "smollm2" / "base")
+    _, tuned = residual.read_folder(work / "smollm2" / "3-steps" / "german")
+    for name, wanted in store(FORMATS["row"], base, tuned).tensors.items():
+        bits, scale = (parts.get(f"{name}.{part}") for part in ("bits", "scale"))
+        delta = WeightDelta(bits, scale, dense=parts.get(name))
+        assert (np.asarray(effective_weight(jnp.asarray(base[name]), delta)) == wanted).all(), name
+    first = (docs / smollm2.DELTA).read_bytes()
+    smollm2.write_delta(work / "smollm2", 3, docs / smollm2.DELTA)
+    assert (docs / smollm2.DELTA).read_bytes() == first
+
+
+def test_the_kept_delta_is_the_one_that_was_measured() -> None:
+    parts, metadata = residual.read_safetensors(DOCS / smollm2.DELTA)
+    told = json.loads(metadata["about"])
+    study = load(DOCS / "format.json")["smollm2"]
+    measured = study["variants"][smollm2.KEPT]
+    assert smollm2.delta_digest(parts) == measured["delta_sha256"] == told["delta_sha256"]
+    assert sum(v.nbytes for v in parts.values()) == measured["formats"]["row"]["bytes"]
+    assert {name: told[name] for name in study if name != "variants"} == smollm2.about(
+        smollm2.STEPS
+    )
 
 
 @pytest.mark.usefixtures("german")

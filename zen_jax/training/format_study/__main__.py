@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 given.base, given.work / "smollm2", given.texts, given.steps, not given.quiet
             )
             about = smollm2.about(given.steps)
+            smollm2.write_delta(given.work / "smollm2", given.steps, given.docs / smollm2.DELTA)
         run(subjects, results, not given.quiet)
         if given.command == "smollm2" or not given.only:
             report.write(given.docs, given.command, publish(results, about))

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from safetensors.numpy import save_file
 
 from zen_jax.checkpoint.source import Source, open_source
-from zen_jax.delta.compress import compress_tensor
+from zen_jax.delta.compress import compress_tensor, keep_vector
 from zen_jax.layout import unfuse
 from zen_jax.training import corpora, residual
 from zen_jax.training.batches import Batch
@@ -35,6 +36,9 @@ SEED = 20261130
 # The same update, made smaller: in bfloat16 most of it is rounded away, as in a short fine-tune.
 SMALLER = 0.1
 TITLES = {"german": "German, 20 steps", "german-tenth": "German, a tenth of the update"}
+# The fine-tune whose delta lies in the repository.
+KEPT = "german"
+DELTA = "smollm2-german.safetensors"
 _ZERO_FORMATS = tuple(f for f in FORMATS.values() if f.group in (REFERENCE, ZEROS, LEVELS))
 
 
@@ -168,15 +172,53 @@ def fine_tune(work: Path, windows: np.ndarray, steps: int, progress: bool = True
     return out
 
 
-def delta_digest(base: Tensors, tuned: Tensors) -> str:
-    """SHA-256 of a fine-tune's delta in the default format, vectors left out, in hex."""
-    parts: dict[str, np.ndarray] = {}
+def delta_parts(base: Tensors, tuned: Tensors) -> Tensors:
+    """A fine-tune's delta in the default format: NAME.bits uint8[1, O, ceil(I / 8)] and NAME.scale
+    float32[1, O] of each matrix, NAME float32[D] of each vector that changed."""
+    parts: Tensors = {}
     for name, start in base.items():
         if start.ndim == 2:
             delta, _ = compress_tensor(start, tuned[name])
             parts[f"{name}.bits"] = np.asarray(delta.bits)
             parts[f"{name}.scale"] = np.asarray(delta.scale)
-    return tensors_digest(parts)
+        elif (dense := keep_vector(start, tuned[name]).dense) is not None:
+            parts[name] = np.asarray(dense)
+    return parts
+
+
+def delta_digest(parts: Tensors) -> str:
+    """SHA-256 of a delta as `delta_parts` gives it, vectors left out, in hex."""
+    return tensors_digest({n: v for n, v in parts.items() if n.endswith((".bits", ".scale"))})
+
+
+def write_delta(work: Path, steps: int, path: Path) -> None:
+    """Writes the first fine-tune's delta, with how it was made under "about" in the metadata; whole
+    or not at all. Equal deltas make equal files.
+
+    Args:
+      work: as `fine_tune` left it.
+      steps: of fine-tuning.
+      path: of the safetensors file.
+
+    Raises:
+      ValueError: a folder of weights is missing or damaged.
+    """
+    _, base = residual.read_folder(work / "base")
+    _, tuned = residual.read_folder(work / f"{steps}-steps" / KEPT)
+    parts = delta_parts(base, tuned)
+    told = about(steps) | {
+        "title": TITLES[KEPT],
+        "delta": "W_base + scale sign: NAME.bits, packed along the input, bit k of byte j is input "
+        "8 j + k, 1 is +1; NAME.scale of each row; NAME is added to a vector",
+        "made_by": "make format-study-smollm2",
+        "base_sha256": residual.file_digest(work / "base" / residual.WEIGHTS),
+        "delta_sha256": delta_digest(parts),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    # One entry: safetensors writes several in any order.
+    save_file(parts, temporary, metadata={"about": json.dumps(told)})
+    temporary.replace(path)
 
 
 def subjects(
@@ -205,7 +247,7 @@ def subjects(
         _, tuned = residual.read_folder(out / name)
         digests = {
             "tuned_sha256": tensors_digest(tuned),
-            "delta_sha256": delta_digest(start, tuned),
+            "delta_sha256": delta_digest(delta_parts(start, tuned)),
         }
         return Subject(name, TITLES[name], config, start, tuned, sheet, formats, digests)
 
