@@ -240,6 +240,9 @@ def bench_linear(
     variants: Annotated[
         list[int] | None, typer.Option(min=1, help="Variants among the rows; again for more.")
     ] = None,
+    activations: Annotated[
+        list[str] | None, typer.Option(help="float32 or bfloat16; again for both.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timings; the median counts.")] = 15,
     out: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too.")
@@ -248,7 +251,8 @@ def bench_linear(
     """The fused product against the base's, against one call a variant, against unpacking."""
     from server.commands import bench as command
 
-    command.linear(rows or [1, 4, 16], shape or ["4096x4096"], variants or [1, 14], repeats, out)
+    shapes, dtypes = shape or ["4096x4096"], activations or ["float32"]
+    command.linear(rows or [1, 4, 16], shapes, variants or [1, 14], dtypes, repeats, out)
 
 
 @app.command(epilog="Example: zen demo --serve")

@@ -79,17 +79,26 @@ def linear(
 
 
 def _local(x: jax.Array, base: jax.Array, bank: WeightDelta, slots: jax.Array | None) -> jax.Array:
-    """`linear` on one device, or on one shard."""
+    """`linear` on one device, or on one shard; one token a row is a decode step."""
     out, size = base.shape[:-1], base.shape[-1]
     outputs = math.prod(out)
     w = base.reshape(outputs, size)
+    batch, tokens = x.shape[:2]
+    rows, prompt = x.reshape(batch * tokens, size), tokens > 1
     if bank.bits is None or bank.scale is None or slots is None:
-        y = ops.base_matmul(x, w)
+        y = ops.base_matmul(rows, w, prompt=prompt)
     else:
         m, levels = bank.bits.shape[:2]
         bits = bank.bits.reshape(m, levels, outputs, -1)
-        scale = bank.scale.reshape(m, levels, outputs)
-        y = ops.bitdelta_matmul_mixed(x, w, bits, scale, slots)
+        signs = ops.SignBank(bits, bank.scale.reshape(m, levels, outputs))
+        if not prompt:
+            y = ops.bitdelta_matmul_mixed(rows, w, signs, slots)
+        elif batch == 1:
+            y = ops.bitdelta_matmul(rows, w, signs, slots[0])
+        else:
+            ends = tokens * (jnp.arange(batch, dtype=jnp.int32) + 1)
+            y = ops.bitdelta_matmul_segments(rows, w, signs, slots, ends)
+    y = y.reshape(batch, tokens, outputs)
     if bank.dense is not None and slots is not None:
         y += _dense_rows(x, bank.dense.reshape(-1, outputs, size), slots)
     return y.reshape(*x.shape[:-1], *out).astype(x.dtype)
@@ -222,7 +231,7 @@ def _embed_local(
     if bank.bits is None or bank.scale is None or slots is None:
         y = base[ids].astype(jnp.float32)
     else:
-        y = reference.bitdelta_embed(ids, base, bank.bits, bank.scale, slots)
+        y = ops.bitdelta_embed(ids, base, ops.SignBank(bank.bits, bank.scale), slots)
     if bank.dense is not None and slots is not None:
         valid = (slots >= 0) & (slots < bank.dense.shape[0])
         index = jnp.where(valid, slots, 0)

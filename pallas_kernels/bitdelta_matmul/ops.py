@@ -1,71 +1,177 @@
 """The products that the model calls: one function each, and who computes it.
 
-"reference" is plain XLA and runs everywhere. "cpu" is our kernel, for few rows, where XLA would
-spend most of its time on unpacking or converting; with many rows XLA's own product of unpacked
-tiles is faster. "auto" chooses when a program is traced.
+"reference" is plain XLA and runs everywhere; it is what the arithmetic means. "cpu" is our kernel.
+"auto" takes the kernel where it was built and is faster, and is decided when a program is traced.
+
+`bitdelta_matmul_mixed` is the form of a decode step and `bitdelta_matmul` and
+`bitdelta_matmul_segments` are those of prompts: each sums in one way whatever the number of rows
+and whatever their variants, so that a request's numbers do not depend on its company.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.bitdelta_matmul import cpu, reference
+from pallas_kernels.bitdelta_matmul.bank import SignBank, check_bank, check_rows, check_slots
+
+__all__ = [
+    "Implementation",
+    "SignBank",
+    "base_matmul",
+    "bitdelta_embed",
+    "bitdelta_matmul",
+    "bitdelta_matmul_mixed",
+    "bitdelta_matmul_segments",
+]
 
 Implementation = Literal["auto", "reference", "cpu"]
 
-# Rows up to which the CPU kernel is taken.
-CPU_ROWS = 64
 
-
-def base_matmul(x: jax.Array, w: jax.Array, implementation: Implementation = "auto") -> jax.Array:
-    """x[B, T, I] W[O, I]^T -> float32[B, T, O].
+def base_matmul(
+    x: jax.Array, w: jax.Array, *, prompt: bool, implementation: Implementation = "auto"
+) -> jax.Array:
+    """x[R, I] W[O, I]^T -> float32[R, O], with the bits that a row of the base (slot -1) has.
 
     Args:
       x: float.
       w: float.
+      prompt: sum as `bitdelta_matmul` does; else as `bitdelta_matmul_mixed`.
       implementation: who computes it.
 
     Raises:
-      ValueError: the implementation is unknown, or not to be had for these dtypes here.
+      ValueError: a shape or dtype is wrong, or the implementation unknown or not to be had.
     """
-    rows = x.shape[0] * x.shape[1]
-    # Of one dtype, XLA's product is fast, but for one row of bfloat16, which this path never has.
-    wanted = x.dtype != w.dtype and rows <= CPU_ROWS
-    if _on_cpu(implementation, x, w, wanted):
-        return cpu.base_matmul(x, w)
+    check_rows("base_matmul", x, w)
+    # Many rows of the weight's own dtype: XLA has one product, which needs no conversion.
+    if _on_cpu(implementation, x, w, not prompt or x.dtype != w.dtype):
+        return cpu.base_matmul(x, w, prompt)
     return reference.base_matmul(x, w)
+
+
+def bitdelta_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    bank: SignBank,
+    slot: Any,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Rows that all belong to one variant, as in a prompt: x[T, I] -> float32[T, O].
+
+    Args:
+      x: float.
+      w: float[O, I].
+      bank: signs and scales.
+      slot: integer or int32[]; one on the device outside 0..M-1 reads as the base.
+      implementation: who computes it.
+
+    Raises:
+      ValueError: a shape, a dtype or a slot on the host is wrong, or the implementation unknown or
+        not to be had.
+    """
+    name = "bitdelta_matmul"
+    fused = _fused(name, implementation, x, w, bank)
+    slot = slot if isinstance(slot, jax.Array) else np.asarray(slot)
+    slot = check_slots(name, slot.reshape(-1), 1, bank.bits.shape[0])[0]
+    if fused:
+        slots = jnp.broadcast_to(slot, x.shape[:1])
+        return cpu.bitdelta_matmul(x, w, bank, slots, True)
+    return reference.bitdelta_matmul(x, w, bank, slot)
 
 
 def bitdelta_matmul_mixed(
     x: jax.Array,
     w: jax.Array,
-    bits: jax.Array,
-    scale: jax.Array,
-    slots: jax.Array,
+    bank: SignBank,
+    slots: Any,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """x W^T plus each row's own alpha (x S^T) -> float32[B, T, O].
+    """Rows of any variants in any order, as in a decode step: x[B, I] -> float32[B, O].
 
     Args:
-      x: float[B, T, I]; row b belongs to the variant in slot b.
+      x: float.
       w: float[O, I].
-      bits: uint8[M, levels, O, ceil(I / 8)].
-      scale: float32[M, levels, O].
-      slots: int32[B]; one outside 0..M-1 reads as the base.
+      bank: signs and scales.
+      slots: int32[B]; -1 is the base, and so is any other on the device outside 0..M-1.
       implementation: who computes it.
 
     Raises:
-      ValueError: the implementation is unknown, or not to be had for these dtypes here.
+      ValueError: as in `bitdelta_matmul`.
     """
-    if _on_cpu(implementation, x, w, x.shape[0] * x.shape[1] <= CPU_ROWS):
-        return cpu.bitdelta_matmul_mixed(x, w, bits, scale, slots)
-    if x.shape[0] > 1:
-        return reference.bitdelta_matmul_mixed(x, w, bits, scale, slots)
-    # One variant: its signs are unpacked once for all tokens.
-    valid = (slots[0] >= 0) & (slots[0] < bits.shape[0])
-    one = jnp.where(valid, slots[0], 0)
-    return reference.bitdelta_matmul(x, w, bits[one], jnp.where(valid, scale[one], 0.0))
+    name = "bitdelta_matmul_mixed"
+    fused = _fused(name, implementation, x, w, bank)
+    slots = check_slots(name, slots, x.shape[0], bank.bits.shape[0])
+    if fused:
+        return cpu.bitdelta_matmul(x, w, bank, slots, False)
+    return reference.bitdelta_matmul_mixed(x, w, bank, slots)
+
+
+def bitdelta_matmul_segments(
+    x: jax.Array,
+    w: jax.Array,
+    bank: SignBank,
+    slots: Any,
+    ends: Any,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Several prompts' rows, one after the other: x[T, I] -> float32[T, O].
+
+    Args:
+      x: float.
+      w: float[O, I].
+      bank: signs and scales.
+      slots: int32[S], a segment's variant, as in `bitdelta_matmul_mixed`.
+      ends: int32[S], the row after a segment's last; rising. Rows behind the last are the base's.
+      implementation: who computes it.
+
+    Raises:
+      ValueError: as in `bitdelta_matmul`.
+    """
+    name = "bitdelta_matmul_segments"
+    fused = _fused(name, implementation, x, w, bank)
+    slots = check_slots(name, slots, ends.shape[0], bank.bits.shape[0])
+    if fused:
+        rows = reference.row_slots(slots, ends, x.shape[0])
+        return cpu.bitdelta_matmul(x, w, bank, rows, True)
+    return reference.bitdelta_matmul_segments(x, w, bank, slots, ends)
+
+
+def bitdelta_embed(
+    ids: jax.Array,
+    w: jax.Array,
+    bank: SignBank,
+    slots: Any,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Tokens' rows of an embedding, each in its own variant: ids[B, T] -> float32[B, T, D].
+
+    Args:
+      ids: int32, 0..V-1.
+      w: float[V, D].
+      bank: signs and scales.
+      slots: int32[B], as in `bitdelta_matmul_mixed`.
+      implementation: who computes it.
+
+    Raises:
+      ValueError: as in `bitdelta_matmul`.
+    """
+    name = "bitdelta_embed"
+    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"{name}: ids are {ids.dtype}{list(ids.shape)}; expected int32 [B, T]")
+    check_bank(name, w, bank)
+    slots = check_slots(name, slots, ids.shape[0], bank.bits.shape[0])
+    # Of few tokens only: XLA gathers many rows faster than one thread adds signs to them.
+    if _on_cpu(implementation, w, w, ids.shape[1] == 1):
+        return cpu.bitdelta_embed(ids.astype(jnp.int32), w, bank, slots)
+    return reference.bitdelta_embed(ids, w, bank, slots)
+
+
+def _fused(name: str, implementation: str, x: jax.Array, w: jax.Array, bank: SignBank) -> bool:
+    check_rows(name, x, w)
+    check_bank(name, w, bank)
+    return _on_cpu(implementation, x, w, True)
 
 
 def _on_cpu(implementation: str, x: jax.Array, w: jax.Array, wanted: bool) -> bool:
@@ -78,9 +184,8 @@ def _on_cpu(implementation: str, x: jax.Array, w: jax.Array, wanted: bool) -> bo
             return True
         case "cpu":
             raise ValueError(
-                f"no CPU kernel for x {x.dtype} and w {w.dtype} here; it takes float32 rows over "
-                "a bfloat16 or float32 weight, and has to be built: python -m "
-                "pallas_kernels.cpu_build"
+                f"no CPU kernel for x {x.dtype} and w {w.dtype} here; it takes float32 or bfloat16 "
+                "of either, and has to be built: python -m pallas_kernels.cpu_build"
             )
         case _:
             raise ValueError(

@@ -15,7 +15,12 @@ _SHAPE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
 
 def linear(
-    rows: list[int], shapes: list[str], variants: list[int], repeats: int, out: Path | None
+    rows: list[int],
+    shapes: list[str],
+    variants: list[int],
+    activations: list[str],
+    repeats: int,
+    out: Path | None,
 ) -> None:
     """Measures the fused product and prints a table; writes the figures to a file as well.
 
@@ -27,7 +32,7 @@ def linear(
     if out is not None:
         out.touch()  # before minutes are spent
     with console.progress_bar("bench") as report:
-        figures = bench_linear(sizes, rows, variants, repeats, report)
+        figures = bench_linear(sizes, rows, variants, repeats, report, activations)
     _print(figures)
     if out is not None:
         out.write_text(json.dumps(figures, indent=2) + "\n")
@@ -42,26 +47,30 @@ def _shape(text: str) -> tuple[int, int]:
 
 def _print(figures: dict[str, Any]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    titles = ("shape", "rows", "variants", "by", "base ms", "fused ms", "fused / base", "naive ms")
-    for title in (*titles, "over naive", "bound", "of bound", "GB/s"):
+    titles = ("shape", "rows", "variants", "x", "by", "base ms", "by", "fused ms", "fused / base")
+    for title in (*titles, "over unpacking", "over naive", "bound", "of bound", "GB/s"):
         table.add_column(title, justify="right")
     for case in figures["cases"]:
+        unpack = case["speedup_over_unpack"]
         table.add_row(
             f"{case['d_out']}x{case['d_in']}",
             str(case["rows"]),
             str(case["variants"]),
+            case["activations"],
             case["impl"],
-            f"{case['base_ms']:.2f}",
-            f"{case['fused_ms']:.2f}",
+            f"{case['base_ms']:.3f}",
+            case["base_impl"],
+            f"{case['fused_ms']:.3f}",
             f"{case['fused_over_base']:.2f}",
-            f"{case['naive_ms']:.2f}",
+            "" if unpack is None else f"{unpack:.1f}",
             f"{case['speedup_over_naive']:.2f}",
             f"{case['bound']:.2f}",
             f"{case['fraction_of_bound']:.0%}",
             f"{case['gb_per_s']:.1f}",
         )
     console.stdout().print(table)
+    speed = figures["cases"][0]["read_gb_per_s"]
     console.say(
-        f"{figures['device']}; a plain sum reads {figures['cases'][0]['read_gb_per_s']:.1f} GB/s. "
+        f"{figures['device']}; memory is read at {speed:.1f} GB/s at best. "
         "The bound is of fused / base with one variant, of the gain over naive with more."
     )

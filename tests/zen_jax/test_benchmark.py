@@ -2,8 +2,11 @@
 
 import math
 
+import jax
+import numpy as np
 import pytest
 
+from pallas_kernels.bitdelta_matmul import reference
 from zen_jax import benchmark
 from zen_jax.benchmark import bench_linear
 
@@ -11,6 +14,7 @@ from zen_jax.benchmark import bench_linear
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> dict:
     monkeypatch.setattr(benchmark, "_WORKING_SET", 1 << 16)
+    monkeypatch.setattr(benchmark, "_PROGRAM", 1 << 14)
     return bench_linear([(48, 32)], [1, 4], [1, 4], repeats=2)
 
 
@@ -28,7 +32,9 @@ def test_every_case_has_its_ratios_and_its_bound(figures: dict) -> None:
     assert one["bound"] == 1.0625 and math.isclose(four["bound"], 3.2)
     assert one["fraction_of_bound"] == one["bound"] / one["fused_over_base"]
     assert four["fraction_of_bound"] == four["speedup_over_naive"] / four["bound"]
-    assert one["unpack_matmul_ms"] and four["unpack_matmul_ms"] is None
+    assert one["speedup_over_unpack"] == one["unpack_matmul_ms"] / one["fused_ms"]
+    assert four["unpack_matmul_ms"] is None and four["speedup_over_unpack"] is None
+    assert one["base_impl"] in ("ours", "XLA bfloat16", "XLA float32")
     assert set(figures["versions"]) == {"zen-jax", "jax", "jaxlib"}
 
 
@@ -43,3 +49,22 @@ def test_every_case_has_its_ratios_and_its_bound(figures: dict) -> None:
 def test_what_cannot_be_measured_is_refused(arguments, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bench_linear(*arguments)
+
+
+def test_many_rows_are_a_prompt_and_ways_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way computes the product that it is timed for, the last weight's."""
+    monkeypatch.setattr(benchmark, "_WORKING_SET", 1 << 12)
+    monkeypatch.setattr(benchmark, "_PROGRAM", 1 << 12)
+    for rows, count in ((4, 4), (130, 1), (130, 2)):
+        data = benchmark._Data.make(24, 40, rows, count, "float32")
+        args = (data.x, data.weights[0][-1], data.banks[0][-1], data.slots)
+        want = np.asarray(reference.bitdelta_matmul_mixed(*args))
+        assert np.linalg.norm(np.asarray(benchmark._fused(*args)) - want) < 1e-3 * np.linalg.norm(
+            want
+        )
+        got = benchmark._in_turn(benchmark._fused)(*args[::3], data.weights[0], data.banks[0])
+        assert np.array_equal(got, jax.jit(benchmark._fused)(*args))
+        naive = np.asarray(benchmark._naive(*args))
+        assert np.linalg.norm(naive - want[count - 1 :: count]) < 1e-3 * np.linalg.norm(naive)
+    with pytest.raises(ValueError, match="'int8'"):
+        bench_linear([(8, 8)], [1], [1], activations=["int8"])

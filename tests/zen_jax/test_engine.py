@@ -136,15 +136,28 @@ def test_nothing_compiles_after_warm_up(config, base, make_variant) -> None:
     assert before == engine.compiles == len(SIZES.buckets) * 2 + 3
 
 
+@pytest.fixture(scope="module")
+def exact(config, base) -> Any:
+    """The base in float32: over one in bfloat16 each shard has its own steps of 8 bits in the sums
+    with signs, which is within the precision allowed but may turn a token that was nearly even."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), base)
+
+
+@pytest.fixture(scope="module")
+def exact_mixed(config, exact, make_variant) -> np.ndarray:
+    engine = make_engine(config, exact)
+    return generate(engine, fill_bank(engine, make_variant), dict(enumerate(REQUESTS)))
+
+
 @pytest.mark.parametrize(("model", "data"), [(8, 1), (4, 2), (2, 1)])
 def test_eight_devices_give_the_tokens_of_one(
-    config, base, make_variant, mixed, devices, model: int, data: int
+    config, exact, make_variant, exact_mixed, devices, model: int, data: int
 ) -> None:
     """With 4 kv heads, 8-way replicates attention and shards the rest; 4- and 2-way shard all."""
-    engine = make_engine(config, base, make_mesh(model, data))
+    engine = make_engine(config, exact, make_mesh(model, data))
     bank = fill_bank(engine, make_variant)
     got = generate(engine, bank, dict(enumerate(REQUESTS)))
-    assert np.array_equal(got, mixed)
+    assert np.array_equal(got, exact_mixed)
     split = "model" if model <= 4 else None
     assert bank.weights["layers"][0]["qkv"].bits.sharding.spec[2] == split
     assert bank.weights["layers"][0]["down"].bits.sharding.spec[-1] == "model"

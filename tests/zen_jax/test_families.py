@@ -125,7 +125,7 @@ def test_more_vocabulary_and_a_head_of_its_own(untie: bool, devices) -> None:
     schema = BankSchema.covering(config, 2, configs=[own, config])
     held = schema.held
     assert held.config.vocab_size % 64 == 0 and held.config.tie_word_embeddings is not untie
-    params = held.fuse_base({name: jnp.asarray(t) for name, t in tensors.items()})
+    params = held.fuse_base({n: jnp.asarray(t, jnp.float32) for n, t in tensors.items()})
     answers = []
     for mesh in (None, make_mesh(model=2, data=4)):
         place = None if mesh is None else Placement.of(held.config, mesh)

@@ -1,0 +1,348 @@
+// Few rows with AVX-512: tiles of four outputs and up to six rows in registers, signs by table.
+
+#pragma once
+
+#include "cpu_rows.h"
+#include "cpu_tables.h"
+
+#if defined(__x86_64__)
+#define ZEN_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")))
+#define ZEN_AVX512_BF16 \
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16")))
+// Keeps a value in its register, so that it is not read from memory again at each use.
+#define ZEN_KEEP(v) asm volatile("" : "+v"(v))
+
+namespace zen {
+
+// What is fetched into the cache beside a product: so many lines from `from` on.
+struct Ahead {
+  const uint8_t* from = nullptr;
+  int64_t lines = 0;
+
+  // The lines [done, done + count) of them, as far as they go.
+  void fetch(int64_t done, int64_t count) const {
+    for (int64_t i = done; i < std::min(done + count, lines); i++)
+      __builtin_prefetch(from + i * 64, 0, 2);
+  }
+};
+
+// across() of four registers at once, in the same order of additions.
+ZEN_AVX512 inline __m128 across(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+  const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+  __m512 v = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4E));
+  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xB1));
+  const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+  return _mm512_castps512_ps128(_mm512_permutexvar_ps(first, v));
+}
+
+ZEN_AVX512 inline float across(__m512 v) {
+  float lanes[kLanes];
+  _mm512_storeu_ps(lanes, v);
+  return across(lanes);
+}
+
+template <int OUT, int ROWS>
+ZEN_AVX512 inline void write(const Problem& p, const __m512 (&c)[OUT][ROWS], int64_t o, int64_t r) {
+  for (int b = 0; b < ROWS; b++) {
+    float* y = p.y + (r + b) * p.outputs + o;
+    if constexpr (OUT == 4) {
+      _mm_storeu_ps(y, across(c[0][b], c[1][b], c[2][b], c[3][b]));
+    } else {
+      for (int a = 0; a < OUT; a++) y[a] = across(c[a][b]);
+    }
+  }
+}
+
+// One of the two registers of a step of a weight; `left` inputs from `at` on exist.
+template <bool kBf16, int kHalf, bool kWhole>
+ZEN_AVX512 inline __m512 load_weight(const void* w, int64_t at, int64_t left) {
+  if constexpr (kBf16) {
+    const uint16_t* from = static_cast<const uint16_t*>(w) + at;
+    const __mmask32 k = kWhole ? ~0u : (1u << left) - 1;
+    const __m512i both = kWhole ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16(k, from);
+    return _mm512_castsi512_ps(kHalf ? _mm512_and_si512(both, _mm512_set1_epi32(0xFFFF0000))
+                                     : _mm512_slli_epi32(both, 16));
+  } else {
+    const float* from = static_cast<const float*>(w) + at + kHalf * kLanes;
+    if (kWhole) return _mm512_loadu_ps(from);
+    const int64_t here = std::clamp<int64_t>(left - kHalf * kLanes, 0, kLanes);
+    return _mm512_maskz_loadu_ps((1u << here) - 1, from);
+  }
+}
+
+template <bool kBf16, int kHalf, bool kWhole, int OUT, int ROWS>
+ZEN_AVX512 inline void half_step(const Problem& p, const float* x, int64_t o, int64_t i,
+                                 __m512 (&c)[OUT][ROWS]) {
+  __m512 w[OUT];
+#pragma GCC unroll 8
+  for (int a = 0; a < OUT; a++)
+    w[a] = load_weight<kBf16, kHalf, kWhole>(p.w, (o + a) * p.inputs + i, p.inputs - i);
+#pragma GCC unroll 8
+  for (int b = 0; b < ROWS; b++) {
+    __m512 v = _mm512_load_ps(x + b * kStep + kHalf * kLanes);
+    ZEN_KEEP(v);
+#pragma GCC unroll 8
+    for (int a = 0; a < OUT; a++) c[a][b] = _mm512_fmadd_ps(w[a], v, c[a][b]);
+  }
+}
+
+// OUT outputs of ROWS rows, all inputs. `next`: bytes to the weights that are wanted after these.
+template <bool kBf16, int OUT, int ROWS>
+ZEN_AVX512 void base_tile(const Problem& p, const float* x, int64_t o, int64_t r, int64_t next,
+                          Ahead ahead) {
+  __m512 c[OUT][ROWS];
+  for (int b = 0; b < ROWS; b++)
+    for (int a = 0; a < OUT; a++) c[a][b] = _mm512_setzero_ps();
+  const int64_t whole = p.inputs / kStep, size = kBf16 ? 2 : 4;
+  const char* w = static_cast<const char*>(p.w) + o * p.inputs * size + next;
+  for (int64_t s = 0; s < whole; s++, x += ROWS * kStep) {
+    if (next)
+      for (int a = 0; a < OUT; a++)
+        _mm_prefetch(w + (a * p.inputs + s * kStep) * size, _MM_HINT_T1);
+    if (s < ahead.lines) _mm_prefetch(ahead.from + s * 64, _MM_HINT_T1);
+    half_step<kBf16, 0, true>(p, x, o, s * kStep, c);
+    half_step<kBf16, 1, true>(p, x, o, s * kStep, c);
+  }
+  if (whole * kStep < p.inputs) {
+    half_step<kBf16, 0, false>(p, x, o, whole * kStep, c);
+    half_step<kBf16, 1, false>(p, x, o, whole * kStep, c);
+  }
+  write(p, c, o, r);
+}
+
+template <bool kWhole, int OUT, int ROWS>
+ZEN_AVX512_BF16 inline void bf16_step(const Problem& p, const uint16_t* x, const uint16_t* w,
+                                      int64_t left, __m512 (&c)[OUT][ROWS]) {
+  const __mmask32 k = kWhole ? ~0u : (1u << left) - 1;
+  __m512i v[OUT];
+#pragma GCC unroll 8
+  for (int a = 0; a < OUT; a++) {
+    const uint16_t* from = w + a * p.inputs;
+    v[a] = kWhole ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16(k, from);
+    ZEN_KEEP(v[a]);
+  }
+#pragma GCC unroll 8
+  for (int b = 0; b < ROWS; b++) {
+    __m512i row = _mm512_load_si512(x + b * kStep);
+    ZEN_KEEP(row);
+#pragma GCC unroll 8
+    for (int a = 0; a < OUT; a++)
+      c[a][b] = _mm512_dpbf16_ps(c[a][b], (__m512bh)v[a], (__m512bh)row);
+  }
+}
+
+// The same in products of bfloat16 with float32 sums, two inputs a lane and step.
+template <int OUT, int ROWS>
+ZEN_AVX512_BF16 void bf16_tile(const Problem& p, const uint16_t* x, int64_t o, int64_t r,
+                               int64_t next, Ahead ahead) {
+  __m512 c[OUT][ROWS];
+  for (int b = 0; b < ROWS; b++)
+    for (int a = 0; a < OUT; a++) c[a][b] = _mm512_setzero_ps();
+  const uint16_t* w = static_cast<const uint16_t*>(p.w) + o * p.inputs;
+  const int64_t whole = p.inputs / kStep;
+  for (int64_t s = 0; s < whole; s++, x += ROWS * kStep, w += kStep) {
+    if (s < ahead.lines) _mm_prefetch(ahead.from + s * 64, _MM_HINT_T1);
+    if (next)
+      for (int a = 0; a < OUT; a++)
+        _mm_prefetch(reinterpret_cast<const char*>(w + a * p.inputs) + next, _MM_HINT_T1);
+    bf16_step<true>(p, x, w, kStep, c);
+  }
+  if (whole * kStep < p.inputs) bf16_step<false>(p, x, w, p.inputs - whole * kStep, c);
+  write(p, c, o, r);
+}
+
+// ---- signs: 16 outputs in a register, 32 inputs of each in a lane
+
+// 16 words of 32 bits of 16 outputs, turned so that a register holds one word of each.
+ZEN_AVX512 inline void turn(const uint8_t* const (&rows)[kLanes], int64_t at, __mmask64 k, uint32_t* to) {
+  __m512i r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi8(k, rows[i] + at);
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < 4; c++) {
+    const __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
+    const __m512i b = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xDD);
+    const __m512i d = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+    const __m512i e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xDD);
+    _mm512_store_si512(to + 16 * c, _mm512_shuffle_i32x4(a, d, 0x88));
+    _mm512_store_si512(to + 16 * (4 + c), _mm512_shuffle_i32x4(b, e, 0x88));
+    _mm512_store_si512(to + 16 * (8 + c), _mm512_shuffle_i32x4(a, d, 0xDD));
+    _mm512_store_si512(to + 16 * (12 + c), _mm512_shuffle_i32x4(b, e, 0xDD));
+  }
+}
+
+// Up to four words at the end of rows are moved one by one: a whole turn costs more.
+inline void turn_few(const uint8_t* const (&rows)[kLanes], int64_t at, int64_t bytes, uint32_t* to) {
+  for (int i = 0; i < kLanes; i++)
+    for (int64_t j = 0; j < bytes; j += 4) {
+      uint32_t word = 0;
+      std::memcpy(&word, rows[i] + at + j, std::min<int64_t>(4, bytes - j));
+      to[j / 4 * kLanes + i] = word;
+    }
+}
+
+// Signs of a block of outputs of a variant with ENTRIES tables at once: codes are made once for all.
+// `next` is what is wanted after these.
+template <int ENTRIES>
+ZEN_AVX512 void sign_block(const Problem& p, const Entry* entries, int64_t at, int64_t o, int64_t outs,
+                           Ahead next) {
+  constexpr int kParts = kBlock / kLanes;
+  constexpr int64_t kWords = 16;  // of 32 signs, that are turned at once
+  alignas(64) uint32_t words[kParts][kWords * kLanes];
+  const uint8_t* rows[kParts][kLanes];
+  for (int64_t i = 0; i < kBlock; i++)  // outputs that do not exist repeat the last one
+    rows[i / kLanes][i % kLanes] = p.bits + (at + std::min(i, outs - 1)) * p.bytes;
+  __m512i sum[ENTRIES][kParts];
+  for (int e = 0; e < ENTRIES; e++)
+    for (int g = 0; g < kParts; g++) sum[e][g] = _mm512_setzero_si512();
+  const __m512i low = _mm512_set1_epi8(15), table = _mm512_set1_epi32(0x30201000);
+  const __m512i one = _mm512_set1_epi8(1);
+  const int64_t turns = (p.bytes + 4 * kWords - 1) / (4 * kWords) * kParts;
+  const int64_t share = (next.lines + turns - 1) / turns;
+  for (int64_t from = 0; from < p.bytes; from += 4 * kWords) {
+    const int64_t bytes = std::min(4 * kWords, p.bytes - from);
+    for (int g = 0; g < kParts; g++) {
+      next.fetch((from / (4 * kWords) * kParts + g) * share, share);
+      if (bytes <= 16)
+        turn_few(rows[g], from, bytes, words[g]);
+      else
+        turn(rows[g], from, bytes < 64 ? (1ull << bytes) - 1 : ~0ull, words[g]);
+    }
+    for (int64_t j = 0; j < (bytes + 3) / 4; j++) {
+      __m512i first[kParts], second[kParts];
+#pragma GCC unroll 4
+      for (int g = 0; g < kParts; g++) {
+        const __m512i word = _mm512_load_si512(words[g] + j * kLanes);
+        first[g] = _mm512_ternarylogic_epi32(word, low, table, 0xEA);  // (word & low) | table
+        second[g] = _mm512_ternarylogic_epi32(_mm512_srli_epi32(word, 4), low, table, 0xEA);
+      }
+#pragma GCC unroll 4
+      for (int e = 0; e < ENTRIES; e++) {
+        const int8_t* t = entries[e].table + (from / 4 + j) * kTable;
+        const __m512i ta = _mm512_load_si512(t), tb = _mm512_load_si512(t + 64);
+#pragma GCC unroll 4
+        for (int g = 0; g < kParts; g++) {
+          sum[e][g] = _mm512_dpbusd_epi32(sum[e][g], one, _mm512_permutexvar_epi8(first[g], ta));
+          sum[e][g] = _mm512_dpbusd_epi32(sum[e][g], one, _mm512_permutexvar_epi8(second[g], tb));
+        }
+      }
+    }
+  }
+  for (int e = 0; e < ENTRIES; e++)
+    for (int g = 0; g < kParts; g++) {
+      const int64_t count = std::clamp<int64_t>(outs - g * kLanes, 0, kLanes);
+      const __mmask16 k = (1u << count) - 1;
+      float* y = p.y + entries[e].row * p.outputs + o + g * kLanes;
+      const __m512 alpha = _mm512_maskz_loadu_ps(k, p.scale + at + g * kLanes);
+      const __m512 term = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[e][g]), _mm512_set1_ps(entries[e].scale));
+      const __m512 sum_y = _mm512_add_ps(_mm512_maskz_loadu_ps(k, y), _mm512_mul_ps(term, alpha));
+      _mm512_mask_storeu_ps(y, k, sum_y);
+    }
+}
+
+// `after` is what is wanted when all signs are done.
+ZEN_AVX512 inline void avx512_signs(const Problem& p, const Tables& tables, int64_t o, int64_t outs,
+                                    Ahead after) {
+  const std::vector<Group>& groups = tables.groups();
+  for (size_t g = 0; g < groups.size(); g++)
+    for (int64_t level = 0; level < p.levels; level++) {
+      const int64_t at = p.at(groups[g].slot, level, o);
+      Ahead next = after;
+      if (g + 1 < groups.size())
+        next = {p.bits + p.at(groups[g + 1].slot, level, o) * p.bytes, outs * p.bytes / 64};
+      for (int64_t e = groups[g].begin; e < groups[g].end; e += 4, next = {}) {
+        const Entry* entries = tables.entries() + e;
+        switch (std::min<int64_t>(groups[g].end - e, 4)) {
+          case 4: sign_block<4>(p, entries, at, o, outs, next); break;
+          case 3: sign_block<3>(p, entries, at, o, outs, next); break;
+          case 2: sign_block<2>(p, entries, at, o, outs, next); break;
+          default: sign_block<1>(p, entries, at, o, outs, next);
+        }
+      }
+    }
+}
+
+// ---- a block of outputs: the base's product, signs on their way into the cache meanwhile
+
+template <typename T, bool kBf16, int OUT, int ROWS>
+inline void tile(const Problem& p, const T* x, int64_t o, int64_t r, int64_t next, Ahead ahead) {
+  if constexpr (sizeof(T) == 4)
+    base_tile<kBf16, OUT, ROWS>(p, x, o, r, next, ahead);
+  else
+    bf16_tile<OUT, ROWS>(p, x, o, r, next, ahead);
+}
+
+template <typename T, bool kBf16, int OUT>
+void tiles(const Problem& p, const Rows<T>& rows, int64_t t, int64_t o, int64_t next, Ahead ahead) {
+  const int64_t r = rows.begin(t);
+  switch (rows.begin(t + 1) - r) {
+    case 6: return tile<T, kBf16, OUT, 6>(p, rows.data(t), o, r, next, ahead);
+    case 5: return tile<T, kBf16, OUT, 5>(p, rows.data(t), o, r, next, ahead);
+    case 4: return tile<T, kBf16, OUT, 4>(p, rows.data(t), o, r, next, ahead);
+    case 3: return tile<T, kBf16, OUT, 3>(p, rows.data(t), o, r, next, ahead);
+    case 2: return tile<T, kBf16, OUT, 2>(p, rows.data(t), o, r, next, ahead);
+    default: return tile<T, kBf16, OUT, 1>(p, rows.data(t), o, r, next, ahead);
+  }
+}
+
+// The lines of signs that a block will read, dealt out to its tiles.
+class Lines {
+ public:
+  Lines(const Problem& p, const Tables& tables, int64_t o, int64_t outs, int64_t parts)
+      : p_(p), tables_(tables), o_(o), each_(outs * p.bytes / 64 + 1), parts_(parts) {
+    all_ = static_cast<int64_t>(tables.groups().size()) * p.levels * each_;
+  }
+  Ahead next() {
+    if (done_ >= all_) return {};
+    const int64_t region = done_ / each_, skip = done_ % each_;
+    const int64_t count = std::min((all_ + parts_ - 1) / parts_, each_ - skip);
+    done_ += count;
+    const Group& group = tables_.groups()[region / p_.levels];
+    return {p_.bits + p_.at(group.slot, region % p_.levels, o_) * p_.bytes + skip * 64, count};
+  }
+
+ private:
+  const Problem& p_;
+  const Tables& tables_;
+  int64_t o_, each_, parts_, all_, done_ = 0;
+};
+
+template <typename T, bool kBf16>
+void avx512_block(const Problem& p, const Rows<T>& rows, const Tables& tables, int64_t begin, int64_t end) {
+  Lines lines(p, tables, begin, end - begin, (end - begin + 3) / 4 * rows.tiles());
+  const int64_t row = p.inputs * (kBf16 ? 2 : 4);
+  int64_t o = begin;
+  for (; o + 4 <= end; o += 4) {
+    // After the last tile of this block comes the first of the one that this thread is likely to
+    // take next.
+    const int64_t after = o + 8 <= end ? o + 4 : begin + p.threads * kBlock;
+    const int64_t next = after + 4 <= p.outputs ? (after - o) * row : 0;
+    for (int64_t t = 0; t < rows.tiles(); t++)
+      tiles<T, kBf16, 4>(p, rows, t, o, t ? 0 : next, lines.next());
+  }
+  for (; o < end; o++)
+    for (int64_t t = 0; t < rows.tiles(); t++) tiles<T, kBf16, 1>(p, rows, t, o, 0, lines.next());
+  // The next block's first tile is on its way; its second follows.
+  const int64_t second = begin + p.threads * kBlock + 4;
+  Ahead after;
+  if (second + 4 <= p.outputs)
+    after = {static_cast<const uint8_t*>(p.w) + second * row, 4 * row / 64};
+  avx512_signs(p, tables, begin, end - begin, after);
+}
+
+}  // namespace zen
+#endif
