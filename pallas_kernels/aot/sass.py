@@ -23,13 +23,15 @@ SPILLS = frozenset({"LDL", "STL"})
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)([.\w]*)(.*);")
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
 _SECTION = re.compile(r"^\s*(?:\.section\s+)?\.text\.([^\s,:]+)(?:,|:)")
-_TARGET = re.compile(r"\((\.L_\w+)\)|`\((\.L_\w+)\)")
+_TARGET = re.compile(r"`?\((\.L_\w+)\)")
+_LEAVES = frozenset({"BRA", "EXIT", "RET"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction: its name without and with modifiers, its operands as text."""
+    """One instruction: its predicate, name, modifiers, and operands as text."""
 
+    predicate: str
     name: str
     modifiers: str
     operands: str
@@ -64,39 +66,87 @@ class Function:
         """How often each instruction occurs."""
         return Counter(each.name for each in self.instructions)
 
-    def loops(self) -> list[tuple[int, int]]:
-        """First and last instruction of every loop: of every branch backwards."""
-        found = []
-        for last, each in enumerate(self.instructions):
-            if each.name != "BRA" or not (target := _TARGET.search(each.operands)):
-                continue
-            first = self.labels[target[1] or target[2]]
-            # A branch to itself is the end of the listing.
-            if first < last:
-                found.append((first, last))
-        return found
-
     def unpacking(self) -> list[Loop]:
         """The innermost loops that multiply with operands in registers."""
-        of_interest = [
-            (first, last)
-            for first, last in self.loops()
-            if any(each.in_registers for each in self.instructions[first : last + 1])
+        loops = [
+            body for body in self.loops() if any(self.instructions[at].in_registers for at in body)
         ]
-        innermost = [
-            (first, last)
-            for first, last in of_interest
-            if not any((a, b) != (first, last) and a >= first and b <= last for a, b in of_interest)
-        ]
-        return [self._loop(first, last) for first, last in innermost]
+        return [self._loop(body) for body in loops if not any(other < body for other in loops)]
 
-    def _loop(self, first: int, last: int) -> Loop:
-        body = self.instructions[first : last + 1]
-        products = [each for each in body if each.in_registers]
-        integer = sum(each.name in INTEGER for each in body)
+    def loops(self) -> list[frozenset[int]]:
+        """Every loop, as the places of its instructions.
+
+        A loop is entered at one place only, its head, which each way into it passes. A branch
+        backwards need not make one: what seldom happens is put behind everything else, and comes
+        back by a branch.
+        """
+        starts = self._starts()
+        after = {start: self._after(start, starts) for start in starts}
+        before: dict[int, set[int]] = {start: set() for start in starts}
+        for start, targets in after.items():
+            for target in targets:
+                before[target].add(start)
+        dominators = _dominators(starts, before)
+        found: dict[int, set[int]] = {}
+        for start in starts:
+            for head in after[start] & dominators[start]:
+                body = found.setdefault(head, {head})
+                waiting = [start]
+                while waiting:
+                    if (block := waiting.pop()) not in body:
+                        body.add(block)
+                        waiting += before[block]
+        ends = dict(zip(starts, [*starts[1:], len(self.instructions)], strict=True))
+        return [
+            frozenset(at for start in body for at in range(start, ends[start]))
+            for body in found.values()
+        ]
+
+    def _target(self, at: int) -> int | None:
+        target = _TARGET.search(self.instructions[at].operands)
+        return self.labels.get(target[1]) if target else None
+
+    def _starts(self) -> list[int]:
+        """Where runs of instructions begin that are done from first to last."""
+        starts = {0}
+        for at, each in enumerate(self.instructions):
+            if each.name in _LEAVES:
+                starts |= {at + 1, self._target(at) or 0}
+        return sorted(start for start in starts if start < len(self.instructions))
+
+    def _after(self, start: int, starts: list[int]) -> set[int]:
+        """Where the run from `start` may go on."""
+        following = next((s for s in starts if s > start), len(self.instructions))
+        last = self.instructions[following - 1]
+        targets = set()
+        if last.name not in _LEAVES or last.predicate:
+            targets.add(following)
+        if last.name == "BRA" and (target := self._target(following - 1)) is not None:
+            targets.add(target)
+        return {target for target in targets if target < len(self.instructions)}
+
+    def _loop(self, body: frozenset[int]) -> Loop:
+        instructions = [self.instructions[at] for at in sorted(body)]
+        products = [each for each in instructions if each.in_registers]
+        integer = sum(each.name in INTEGER for each in instructions)
         per_weight = integer / (_WEIGHTS * len(products))
         kind = products[0].name + products[0].modifiers
-        return Loop(kind, len(products), integer, per_weight, len(body))
+        return Loop(kind, len(products), integer, per_weight, len(instructions))
+
+
+def _dominators(starts: list[int], before: dict[int, set[int]]) -> dict[int, set[int]]:
+    """Which runs are passed on every way to a run, itself among them."""
+    found = {start: set(starts) for start in starts}
+    found[starts[0]] = {starts[0]}
+    changed = True
+    while changed:
+        changed = False
+        for start in starts[1:]:
+            ways = [found[way] for way in before[start]]
+            now = (set.intersection(*ways) if ways else set()) | {start}
+            changed |= now != found[start]
+            found[start] = now
+    return found
 
 
 def functions(listing: str) -> dict[str, Function]:
@@ -112,7 +162,8 @@ def functions(listing: str) -> dict[str, Function]:
         elif label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
         elif code := _INSTRUCTION.search(line):
-            instructions.append(Instruction(code[3], code[4], code[5].strip()))
+            parts = code[2] or "", code[3], code[4], code[5]
+            instructions.append(Instruction(*(part.strip() for part in parts)))
     if instructions:
         found[name] = Function(name, tuple(instructions), labels)
     return found

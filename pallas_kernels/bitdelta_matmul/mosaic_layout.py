@@ -80,6 +80,24 @@ def from_kernel_order(words: jax.Array, outputs: int, size: int) -> jax.Array:
     return jnp.packbits(each, axis=-1, bitorder="little")
 
 
+def row_signs(words: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """Gathers the signs of single output rows: float32[..., 128 W], -1 and +1.
+
+    Args:
+      words: uint32[M, H, W, 256], of one level.
+      slots: int32[...], which variant.
+      rows: int32[...], which output row, of a shape that the slots broadcast to.
+    """
+    variants, high, wide, _ = words.shape
+    words = words.reshape(variants, high, wide, 4, 8, 4, 2)  # warp, r, j, i
+    warp, h, r = rows // 16 % 4, rows // 8 % 2, rows % 8
+    own = words[slots, rows // ROWS, :, warp, r]  # ..., W, j, i
+    positions = jnp.asarray(_bit_positions().transpose(2, 0, 1, 3))[h]  # ..., c, q, e
+    each = (own[..., None, None, None] >> positions[..., None, None, None, :, :, :]) & 1
+    each = jnp.moveaxis(each, (-5, -4, -3, -2, -1), (-2, -4, -5, -3, -1))  # c, i, q, j, e
+    return each.reshape(*rows.shape, wide * COLUMNS).astype(jnp.float32) * 2 - 1
+
+
 def coefficients(columns: int) -> np.ndarray:
     """float32[columns]: what each input adds to the correction; columns a multiple of 128."""
     pattern = np.broadcast_to(np.array(COEFFICIENTS, np.float32)[:, None, :, None], (2, 2, 4, 8))

@@ -21,6 +21,7 @@ from pallas_kernels.bitdelta_matmul import mosaic_layout as layout
 from pallas_kernels.bitdelta_matmul import mosaic_unpack
 
 MOST_ROWS = 64
+MULTIPROCESSORS = 132
 WARPGROUPS = 2
 # Blocks of inputs that are unpacked in one turn of the innermost loop, while others are multiplied.
 TOGETHER = 4
@@ -56,8 +57,8 @@ class RowsTuning:
 def rows_tuning(rows: int, outputs: int, columns: int) -> RowsTuning:
     """The tuning for x[rows, columns] and a weight [outputs, columns].
 
-    A program fills a multiprocessor's shared memory (227 KB), and there are to be about as many as
-    multiprocessors (132), or several times as many.
+    A program fills a multiprocessor's shared memory (227 KB). Its time is taken as that of its
+    blocks, one more for each chunk, which adds its sums up, and two until the first copy is there.
 
     Raises:
       ValueError: there are more rows than the kernel takes.
@@ -65,13 +66,21 @@ def rows_tuning(rows: int, outputs: int, columns: int) -> RowsTuning:
     if not 1 <= rows <= MOST_ROWS:
         raise ValueError(f"{rows} rows; the decode kernel takes 1 to {MOST_ROWS}: use prefill")
     wide = layout.padded(columns, layout.PADDED_COLUMNS) // layout.COLUMNS
-    most = {8: 8, 16: 8, 32: 4, 64: 2}[padded_rows(rows)]
-    per_chunk = max(n for n in range(1, most + 1) if wide % n == 0)
-    chunks = wide // per_chunk
     programs = layout.padded(outputs, layout.PADDED_ROWS) // layout.PADDED_ROWS
-    divisors = [n for n in range(1, chunks + 1) if chunks % n == 0]
-    splits = next((n for n in divisors if programs * n >= 110), chunks)
-    return RowsTuning(per_chunk * layout.COLUMNS, splits)
+    most = {8: 8, 16: 8, 32: 4, 64: 2}[padded_rows(rows)]
+
+    def blocks(of_chunk: int, splits: int) -> float:
+        each = wide // of_chunk // splits * (of_chunk + 1) + 2
+        return -(-programs * splits // MULTIPROCESSORS) * each * (1 + splits / 100)
+
+    candidates = [
+        (blocks(of_chunk, splits), of_chunk, splits)
+        for of_chunk in range(1, most + 1)
+        for splits in range(1, wide // of_chunk + 1)
+        if wide % (of_chunk * splits) == 0
+    ]
+    _, of_chunk, splits = min(candidates)
+    return RowsTuning(of_chunk * layout.COLUMNS, splits)
 
 
 def padded_rows(rows: int) -> int:
@@ -403,11 +412,16 @@ def rows_matmul(
       interpret: parameters of the interpreter; compiled when not given.
 
     Raises:
-      ValueError: there are more than 64 rows.
+      ValueError: there are more than 64 rows, or the tuning does not fit.
     """
     batch, outputs = x.shape[0], scale.shape[-1]
     variants, levels, high, wide = words.shape[:4]
     tuning = tuning or rows_tuning(batch, outputs, wide * layout.COLUMNS)
+    if wide * layout.COLUMNS % (tuning.chunk * tuning.splits):
+        raise ValueError(
+            f"{wide * layout.COLUMNS} inputs are not {tuning.splits} times as many chunks of "
+            f"{tuning.chunk}; choose a chunk and splits whose product divides them"
+        )
     rows = padded_rows(batch)
     slots = jnp.where((slots >= 0) & (slots < variants), slots, variants).astype(jnp.int32)
     slots = jnp.broadcast_to(slots[:1], (batch,)) if one else slots

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import arith, memref, vector
 
 from pallas_kernels.bitdelta_matmul import mosaic_layout as layout
 
@@ -121,3 +121,19 @@ def signed(
         return _fragment(registers)
 
     return unpack(*arguments)
+
+
+def store_transposed(target: Any, sums: jax.Array) -> None:
+    """Writes float32[64, n] to an array in device memory as its transpose.
+
+    Pallas has no such store. Eight threads write the 32 bytes of a sector at a time.
+    """
+
+    def store(_: Any, target: Any, sums: Any) -> None:
+        def one(value: ir.Value, index: Any) -> None:
+            memref.store(value, target, [index[1], index[0]])
+
+        sums.foreach(one)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    inline(store)(target, sums)
