@@ -9,6 +9,7 @@
 #include "cpu_avx512.h"
 #include "cpu_many.h"
 #include "cpu_plain.h"
+#include "cpu_prompt.h"
 
 namespace ffi = xla::ffi;
 
@@ -35,11 +36,11 @@ Processor processor(bool portable) {
 }
 
 template <typename Each>
-void each_block(const Problem& p, ffi::ThreadPool& pool, const Each& each) {
-  const int64_t blocks = (p.outputs + kBlock - 1) / kBlock;
+void each_block(const Problem& p, ffi::ThreadPool& pool, const Each& each, int64_t size = kBlock) {
+  const int64_t blocks = (p.outputs + size - 1) / size;
   const bool alone = p.rows * p.inputs * p.outputs <= kParallelWork;
   share_out(pool, blocks, alone, [&](int64_t b) {
-    each(b * kBlock, std::min(p.outputs, (b + 1) * kBlock));
+    each(b * size, std::min(p.outputs, (b + 1) * size));
   });
 }
 
@@ -59,7 +60,7 @@ void prepare(const Problem& p, Rows<T>& rows, Tables& tables, ffi::ThreadPool& p
 void few(const Problem& p, bool bf16_rows, bool portable, ffi::ThreadPool& pool) {
   thread_local Scratch for_tables, for_rows;
   const Processor cpu = processor(portable);
-  Tables tables(p, cpu.avx512, for_tables);
+  Tables tables(p, cpu.avx512, for_tables, [](int32_t) { return true; });
 #if defined(ZEN_AVX512)
   if (cpu.bf16 && bf16_rows && p.w_bf16) {
     Rows<uint16_t> rows(p, for_rows);
@@ -81,9 +82,23 @@ void few(const Problem& p, bool bf16_rows, bool portable, ffi::ThreadPool& pool)
   });
 }
 
-void many(const Problem& p, bool portable, ffi::ThreadPool& pool) {
+void many(const Problem& p, const uint16_t* x16, bool portable, ffi::ThreadPool& pool) {
   const Processor cpu = processor(portable);
   const std::vector<Party> all = parties(p);
+#if defined(ZEN_AVX512)
+  if (cpu.bf16 && x16 && p.w_bf16) {
+    thread_local Scratch for_tables;
+    Rounding rounding(p, all);
+    share_out(pool, rounding.count(), false, [&](int64_t i) { rounding.judge(i); });
+    Tables tables(p, true, for_tables, [&](int32_t slot) { return rounding.tables(slot); });
+    share_out(pool, tables.rows(), false, [&](int64_t i) { tables.fill(i); });
+    tables.finish();
+    const auto block = [&](int64_t begin, int64_t end) {
+      bf16_prompt(p, x16, all, rounding, tables, begin, end);
+    };
+    return each_block(p, pool, block, kPromptBlock);
+  }
+#endif
   each_block(p, pool, [&](int64_t begin, int64_t end) {
 #if defined(ZEN_AVX512)
     if (cpu.avx512 && p.w_bf16) return avx512_many<true>(p, all, begin, end);
@@ -94,9 +109,8 @@ void many(const Problem& p, bool portable, ffi::ThreadPool& pool) {
   });
 }
 
-// Sets x, w, y and their sizes; bfloat16 rows are widened into `wide`.
-void set(Problem& p, ffi::AnyBuffer x, ffi::AnyBuffer w, float* y, int64_t threads,
-         std::vector<float>& wide) {
+// Sets x, w, y and their sizes; bfloat16 rows are widened too.
+void set(Problem& p, ffi::AnyBuffer x, ffi::AnyBuffer w, float* y, ffi::ThreadPool& pool) {
   const auto xd = x.dimensions(), wd = w.dimensions();
   p.rows = xd[0];
   p.inputs = xd[1];
@@ -104,29 +118,37 @@ void set(Problem& p, ffi::AnyBuffer x, ffi::AnyBuffer w, float* y, int64_t threa
   p.w = w.untyped_data();
   p.w_bf16 = w.element_type() == ffi::BF16;
   p.y = y;
-  p.threads = threads;
+  p.threads = pool.num_threads();
   p.x = static_cast<const float*>(x.untyped_data());
   if (x.element_type() != ffi::BF16) return;
   const auto* from = static_cast<const uint16_t*>(x.untyped_data());
-  wide.resize(p.rows * p.inputs);
-  for (size_t i = 0; i < wide.size(); i++) wide[i] = widen(from[i]);
-  p.x = wide.data();
+  thread_local Scratch scratch;
+  float* wide = scratch.get<float>(p.rows * p.inputs);
+  share_out(pool, p.rows, p.rows * p.inputs <= kParallelWork, [&](int64_t r) {
+    for (int64_t i = r * p.inputs; i < (r + 1) * p.inputs; i++) wide[i] = widen(from[i]);
+  });
+  p.x = wide;
 }
 
-void compute(const Problem& p, bool bf16_rows, bool reconstruct, bool portable, ffi::ThreadPool& pool) {
+// x16: the rows as they came where they are bfloat16, else null.
+void compute(const Problem& p, const uint16_t* x16, bool reconstruct, bool portable,
+             ffi::ThreadPool& pool) {
   if (!p.rows || !p.outputs) return;
   if (reconstruct)
-    many(p, portable, pool);
+    many(p, x16, portable, pool);
   else
-    few(p, bf16_rows, portable, pool);
+    few(p, x16 != nullptr, portable, pool);
+}
+
+const uint16_t* halves(ffi::AnyBuffer x) {
+  return x.element_type() == ffi::BF16 ? static_cast<const uint16_t*>(x.untyped_data()) : nullptr;
 }
 
 ffi::Error base_impl(ffi::ThreadPool pool, bool reconstruct, bool portable, ffi::AnyBuffer x,
                      ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y) {
   Problem p{};
-  std::vector<float> wide;
-  set(p, x, w, y->typed_data(), pool.num_threads(), wide);
-  compute(p, x.element_type() == ffi::BF16, reconstruct, portable, pool);
+  set(p, x, w, y->typed_data(), pool);
+  compute(p, halves(x), reconstruct, portable, pool);
   return ffi::Error::Success();
 }
 
@@ -134,8 +156,7 @@ ffi::Error delta_impl(ffi::ThreadPool pool, bool reconstruct, bool portable, ffi
                       ffi::AnyBuffer w, ffi::Buffer<ffi::U8> bits, ffi::Buffer<ffi::F32> scale,
                       ffi::Buffer<ffi::S32> slots, ffi::ResultBuffer<ffi::F32> y) {
   Problem p{};
-  std::vector<float> wide;
-  set(p, x, w, y->typed_data(), pool.num_threads(), wide);
+  set(p, x, w, y->typed_data(), pool);
   const auto bd = bits.dimensions();
   p.variants = bd[0];
   p.levels = bd[1];
@@ -143,7 +164,7 @@ ffi::Error delta_impl(ffi::ThreadPool pool, bool reconstruct, bool portable, ffi
   p.bits = bits.typed_data();
   p.scale = scale.typed_data();
   p.slots = slots.typed_data();
-  compute(p, x.element_type() == ffi::BF16, reconstruct, portable, pool);
+  compute(p, halves(x), reconstruct, portable, pool);
   return ffi::Error::Success();
 }
 

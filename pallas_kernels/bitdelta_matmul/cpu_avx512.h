@@ -197,14 +197,13 @@ inline void turn_few(const uint8_t* const (&rows)[kLanes], int64_t at, int64_t b
 
 // Signs of a block of outputs of a variant with ENTRIES tables at once: codes are made once for all.
 // `next` is what is wanted after these.
-template <int ENTRIES>
+template <int kParts, int ENTRIES>
 ZEN_AVX512 void sign_block(const Problem& p, const Entry* entries, int64_t at, int64_t o, int64_t outs,
                            Ahead next) {
-  constexpr int kParts = kBlock / kLanes;
   constexpr int64_t kWords = 16;  // of 32 signs, that are turned at once
   alignas(64) uint32_t words[kParts][kWords * kLanes];
   const uint8_t* rows[kParts][kLanes];
-  for (int64_t i = 0; i < kBlock; i++)  // outputs that do not exist repeat the last one
+  for (int64_t i = 0; i < kParts * kLanes; i++)  // outputs that do not exist repeat the last one
     rows[i / kLanes][i % kLanes] = p.bits + (at + std::min(i, outs - 1)) * p.bytes;
   __m512i sum[ENTRIES][kParts];
   for (int e = 0; e < ENTRIES; e++)
@@ -254,25 +253,32 @@ ZEN_AVX512 void sign_block(const Problem& p, const Entry* entries, int64_t at, i
     }
 }
 
+// One variant's signs of one level for up to 16 kParts outputs; `next` is what is wanted after these.
+template <int kParts>
+ZEN_AVX512 void avx512_level(const Problem& p, const Tables& tables, const Group& group,
+                                    int64_t level, int64_t o, int64_t outs, Ahead next) {
+  const int64_t at = p.at(group.slot, level, o);
+  for (int64_t e = group.begin; e < group.end; e += 4, next = {}) {
+    const Entry* entries = tables.entries() + e;
+    switch (std::min<int64_t>(group.end - e, 4)) {
+      case 4: sign_block<kParts, 4>(p, entries, at, o, outs, next); break;
+      case 3: sign_block<kParts, 3>(p, entries, at, o, outs, next); break;
+      case 2: sign_block<kParts, 2>(p, entries, at, o, outs, next); break;
+      default: sign_block<kParts, 1>(p, entries, at, o, outs, next);
+    }
+  }
+}
+
 // `after` is what is wanted when all signs are done.
 ZEN_AVX512 inline void avx512_signs(const Problem& p, const Tables& tables, int64_t o, int64_t outs,
                                     Ahead after) {
   const std::vector<Group>& groups = tables.groups();
   for (size_t g = 0; g < groups.size(); g++)
     for (int64_t level = 0; level < p.levels; level++) {
-      const int64_t at = p.at(groups[g].slot, level, o);
       Ahead next = after;
       if (g + 1 < groups.size())
         next = {p.bits + p.at(groups[g + 1].slot, level, o) * p.bytes, outs * p.bytes / 64};
-      for (int64_t e = groups[g].begin; e < groups[g].end; e += 4, next = {}) {
-        const Entry* entries = tables.entries() + e;
-        switch (std::min<int64_t>(groups[g].end - e, 4)) {
-          case 4: sign_block<4>(p, entries, at, o, outs, next); break;
-          case 3: sign_block<3>(p, entries, at, o, outs, next); break;
-          case 2: sign_block<2>(p, entries, at, o, outs, next); break;
-          default: sign_block<1>(p, entries, at, o, outs, next);
-        }
-      }
+      avx512_level<kBlock / kLanes>(p, tables, groups[g], level, o, outs, next);
     }
 }
 

@@ -17,7 +17,7 @@
 
 namespace zen {
 
-constexpr float kError = 0.01f;       // of the delta term, root mean square, over a bfloat16 base
+constexpr float kError = 0.015f;      // of the delta term, root mean square, over a bfloat16 base
 constexpr float kErrorExact = 1e-6f;  // over a float32 base, which is there to be compared with
 constexpr float kFiner = 254.0f;      // steps of a further table in one of the one before
 constexpr int kMostTables = 3;
@@ -103,9 +103,12 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) inline void avx512
 class Tables {
  public:
   // fill(i) has to be called for every i below rows(), in any order, and finish() then.
-  Tables(const Problem& p, bool avx512, Scratch& scratch) : p_(p), avx512_(avx512) {
+  // wanted: says of a slot whether its rows need tables.
+  template <typename Wanted>
+  Tables(const Problem& p, bool avx512, Scratch& scratch, const Wanted& wanted)
+      : p_(p), avx512_(avx512) {
     for (int64_t r = 0; r < p.rows; r++)
-      if (p.slot(r) >= 0) order_.push_back(r);
+      if (p.slot(r) >= 0 && wanted(p.slot(r))) order_.push_back(r);
     std::stable_sort(order_.begin(), order_.end(),
                      [&p](int64_t a, int64_t b) { return p.slot(a) < p.slot(b); });
     bytes_ = p.steps() * kTable;

@@ -106,23 +106,29 @@ def test_bfloat16_rows(form: str, implementation) -> None:
     x, slots = rows_of(9, 200, "bfloat16"), slots_of(form, 9)
     base, delta = terms(x, w, signs, bank, slots)
     got = product(form, x, w, bank, slots, implementation)
-    assert off(got - base, delta) <= DELTA
+    assert off(got - base, delta) <= (DELTA if form == "mixed" else 0.035)
     base_only = ops.base_matmul(x, w, prompt=form != "mixed", implementation=implementation)
     assert off(np.asarray(base_only), base) <= 1e-5
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_small_scale_is_not_lost(form: str, implementation) -> None:
-    """The delta term at W ~ N(0, .02), alpha = 2e-5, over a bfloat16 base: at most 2 % off."""
+@pytest.mark.parametrize("rows_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("alpha", [2e-5, 5e-4, 1e-2])
+def test_a_small_scale_is_not_lost(
+    alpha: float, rows_dtype: str, form: str, implementation
+) -> None:
+    """The delta term at W ~ N(0, .02), alpha = 2e-5, over a bfloat16 base: at most 2 % off. An
+    alpha of four spacings of W and more may be rounded together with W, which leaves 3.5 %."""
     rng = np.random.default_rng(5)
     w = jnp.asarray(rng.normal(0, 0.02, (256, 512)), jnp.bfloat16)
     signs = rng.choice([-1.0, 1.0], (2, 1, 256, 512))
-    bank = SignBank(jnp.asarray(pack_signs(signs)), jnp.full((2, 1, 256), 2e-5, jnp.float32))
-    x, slots = rows_of(20, 512), slots_of("one", 20)
+    bank = SignBank(jnp.asarray(pack_signs(signs)), jnp.full((2, 1, 256), alpha, jnp.float32))
+    x, slots = rows_of(20, 512, rows_dtype), slots_of("one", 20)
     base, delta = terms(x, w, signs, bank, slots)
     got = product(form, x, w, bank, slots, implementation)
-    assert off(got - base, delta) <= DELTA
+    rounded = rows_dtype == "bfloat16" and form != "mixed" and alpha >= 5e-4
+    assert off(got - base, delta) <= (0.035 if rounded else DELTA)
 
 
 def test_rows_with_outliers_keep_the_delta_term() -> None:
@@ -153,10 +159,14 @@ def test_plain_loops_and_avx512_have_the_same_bits(shape, reconstruct: bool, dty
     assert np.array_equal(fast, cpu.base_matmul(x, w, reconstruct, True))
 
 
+@pytest.mark.parametrize("alpha", [1e-5, 1.0])
 @pytest.mark.parametrize("rows_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["mixed", "segments"])
-def test_a_row_has_the_same_bits_in_any_company_and_a_nan_stays_in_it(form, rows_dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_company_and_a_nan_stays_in_it(
+    form, rows_dtype, alpha
+) -> None:
     w, _, bank = case(130, 72, "bfloat16")
+    bank = bank._replace(scale=alpha * bank.scale)
     slots = np.array([0, 1, 2, -1, 0, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0], np.int32)
     x = rows_of(len(slots), 72, rows_dtype)
     whole = product(form, x, w, bank, slots, "cpu")
