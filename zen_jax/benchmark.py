@@ -143,14 +143,18 @@ def read_bandwidth(repeats: int) -> float:
 
 
 def _medians(ways: Sequence[Callable[[int], Any]], repeats: int) -> list[float]:
-    """Milliseconds of each way, timed in turn; a way is told which turn it is."""
+    """Milliseconds of each way, timed in turn. A way is told the number of the timing, so that it
+    does not take weights that have just been read; it runs once untimed before, so that threads
+    which another way left waiting or busy do not count."""
     for way in ways:
         jax.block_until_ready(way(0))
     times: list[list[float]] = [[] for _ in ways]
     for turn in range(repeats):
-        for way, taken in zip(ways, times, strict=True):
+        for i, (way, taken) in enumerate(zip(ways, times, strict=True)):
+            number = 2 * (turn * len(ways) + i)
+            jax.block_until_ready(way(number))
             start = time.perf_counter()
-            jax.block_until_ready(way(turn))
+            jax.block_until_ready(way(number + 1))
             taken.append((time.perf_counter() - start) * 1e3)
     return [statistics.median(taken) for taken in times]
 
@@ -171,7 +175,7 @@ class _Data:
         rng = np.random.default_rng(0)
         nbytes = 2 * outputs * size
         each = max(1, min(32, _PROGRAM // nbytes))
-        turns = max(2, -(-_WORKING_SET // (each * nbytes)))
+        turns = max(3, -(-_WORKING_SET // (each * nbytes)))
         noise = rng.standard_normal((outputs, size), np.float32) * 0.02
         packed = rng.integers(0, 256, (count, 1, outputs, packed_size(size)), np.uint8)
         scale = jnp.full((count, 1, outputs), _SCALE, jnp.float32)
@@ -182,7 +186,7 @@ class _Data:
         x = jnp.asarray(rng.standard_normal((batch, size), np.float32), dtype)
         weights = share(lambda i: jnp.asarray(np.roll(noise, i), jnp.bfloat16))
         banks = share(lambda i: SignBank(jnp.asarray(np.roll(packed, i)), scale))
-        wide = [[w.astype(jnp.float32) for w in some] for some in weights[: max(2, turns // 2)]]
+        wide = [[w.astype(jnp.float32) for w in some] for some in weights[: max(3, turns // 2)]]
         slots = jnp.arange(batch, dtype=jnp.int32) % count
         return cls(x, slots, weights, wide, banks, count)
 

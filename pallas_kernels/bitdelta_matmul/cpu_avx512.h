@@ -187,12 +187,14 @@ ZEN_AVX512 inline void turn(const uint8_t* const (&rows)[kLanes], int64_t at, __
 
 // Up to four words at the end of rows are moved one by one: a whole turn costs more.
 inline void turn_few(const uint8_t* const (&rows)[kLanes], int64_t at, int64_t bytes, uint32_t* to) {
-  for (int i = 0; i < kLanes; i++)
-    for (int64_t j = 0; j < bytes; j += 4) {
-      uint32_t word = 0;
-      std::memcpy(&word, rows[i] + at + j, std::min<int64_t>(4, bytes - j));
-      to[j / 4 * kLanes + i] = word;
-    }
+  for (int64_t j = 0; j + 4 <= bytes; j += 4)
+    for (int i = 0; i < kLanes; i++) std::memcpy(to + j / 4 * kLanes + i, rows[i] + at + j, 4);
+  const int64_t whole = bytes / 4 * 4;
+  for (int i = 0; whole < bytes && i < kLanes; i++) {
+    uint32_t word = 0;
+    for (int64_t k = whole; k < bytes; k++) word |= uint32_t{rows[i][at + k]} << (8 * (k - whole));
+    to[whole / 4 * kLanes + i] = word;
+  }
 }
 
 // Signs of a block of outputs of a variant with ENTRIES tables at once: codes are made once for all.
