@@ -255,6 +255,31 @@ def bench_linear(
     command.linear(rows or [1, 4, 16], shapes, variants or [1, 14], dtypes, repeats, out)
 
 
+@bench.command("decode", epilog="Example: zen bench decode --batch 14 --variants 14")
+def bench_decode(
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; again for more.")] = None,
+    variants: Annotated[
+        list[int] | None, typer.Option(min=1, help="Variants among the rows; again for more.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="smollm2-135m or 1b (random weights), or a store's folder.")
+    ] = "smollm2-135m",
+    context: Annotated[int, typer.Option(min=1, help="Tokens in each row's cache.")] = 64,
+    products: Annotated[
+        str, typer.Option(help="What activations are rounded to: float32 or bfloat16.")
+    ] = "bfloat16",
+    repeats: Annotated[int, typer.Option(min=2, help="Steps; the median counts.")] = 30,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too.")
+    ] = None,
+) -> None:
+    """A decode step of the base, of one variant and of many mixed, against a step a variant."""
+    from server.commands import bench as command
+
+    batches, counts = batch or [1, 8, 14], variants or [1, 14]
+    command.decode(batches, counts, model, context, products, repeats, out)
+
+
 @app.command(epilog="Example: zen demo --serve")
 def demo(
     serve: Annotated[bool, typer.Option("--serve", help="Go on serving afterwards.")] = False,

@@ -127,8 +127,12 @@ def bench_linear(
             name = f"{shape[0]}x{shape[1]}, {batch} rows, {count} variants, {dtype}"
             progress(name, done, len(wanted))
         cases.append(_measure(_Data.make(*shape, batch, count, dtype), repeats, bandwidth))
+    return {"cases": [dataclasses.asdict(case) for case in cases]} | device_and_versions()
+
+
+def device_and_versions() -> dict[str, Any]:
+    """What figures were measured on: {"device", "versions"}."""
     return {
-        "cases": [dataclasses.asdict(case) for case in cases],
         "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
         "versions": {name: version(name) for name in ("zen-jax", "jax", "jaxlib")},
     }

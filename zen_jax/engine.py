@@ -41,12 +41,15 @@ class EngineConfig:
       max_length: S, the most tokens of a request, prompt and answer together.
       prefill_buckets: prompt lengths that are compiled; a prompt is padded to the next one.
       dtype: of activations, keys and values: "float32" or "bfloat16".
+      products: what activations are rounded to before they meet a weight, "float32" or "bfloat16":
+        as fast as bfloat16 activations, with sums and everything else in `dtype`.
     """
 
     rows: int = 16
     max_length: int = 1024
     prefill_buckets: tuple[int, ...] = (32, 128, 512, 1024)
     dtype: str = "float32"
+    products: str = "float32"
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.max_length < 2:
@@ -56,8 +59,10 @@ class EngineConfig:
             )
         if any(b < 1 for b in self.prefill_buckets):
             raise ValueError(f"prefill_buckets are {self.prefill_buckets}; expected positive sizes")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype is {self.dtype!r}; expected 'float32' or 'bfloat16'")
+        for name in ("dtype", "products"):
+            value = getattr(self, name)
+            if value not in ("float32", "bfloat16"):
+                raise ValueError(f"{name} is {value!r}; expected 'float32' or 'bfloat16'")
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -157,8 +162,9 @@ class Engine:
         self.config, self.sizes, self.schema = config, sizes, schema
         self.placement = None if mesh is None else Placement.of(config, mesh)
         self._params = params
-        self._merge = make_merge(config, self.placement)
         self._dtype = jnp.dtype(sizes.dtype)
+        products = None if sizes.products == "float32" else jnp.bfloat16
+        self._merge = make_merge(config, self.placement, products)
         state = self._state_shardings()
         bank = self._bank_shardings(stacked=True)
         # Partial functions, since equal functions would share their compiled programs, and counts.

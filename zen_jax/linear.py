@@ -45,7 +45,11 @@ def as_bank(w: Weight, rows: int) -> tuple[WeightDelta, jax.Array]:
 
 
 def linear(
-    x: jax.Array, w: jax.Array | Weight, axes: Axes, placement: Placement | None = None
+    x: jax.Array,
+    w: jax.Array | Weight,
+    axes: Axes,
+    placement: Placement | None = None,
+    products: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """x W^T, with each row's delta added where the weight carries one.
 
@@ -54,6 +58,7 @@ def linear(
       w: [*out, I].
       axes: logical axes of the weight's dimensions.
       placement: the mesh, or None for one device.
+      products: what x is rounded to before it is multiplied; None leaves it as it is.
 
     Returns:
       [B, T, *out] in x's dtype, summed in float32.
@@ -68,10 +73,11 @@ def linear(
         )
     bank, slots = as_bank(w, x.shape[0]) if isinstance(w, Weight) else (WeightDelta(), None)
     tail, bank = bank.tail, dataclasses.replace(bank, tail=None)
+    rounded = x if products is None else x.astype(products)
     if placement is None:
-        y = _local(x, base, bank, slots)
+        y = _local(rounded, base, bank, slots).astype(x.dtype)
     else:
-        y = _sharded(x, base, bank, slots, axes, placement)
+        y = _sharded(rounded, base, bank, slots, axes, placement).astype(x.dtype)
     if tail is None or slots is None:
         return y
     more = _dense_rows(x, tail, slots).astype(y.dtype)
@@ -79,7 +85,7 @@ def linear(
 
 
 def _local(x: jax.Array, base: jax.Array, bank: WeightDelta, slots: jax.Array | None) -> jax.Array:
-    """`linear` on one device, or on one shard; one token a row is a decode step."""
+    """`linear` on one device, or on one shard, in float32; one token a row is a decode step."""
     out, size = base.shape[:-1], base.shape[-1]
     outputs = math.prod(out)
     w = base.reshape(outputs, size)
@@ -101,7 +107,7 @@ def _local(x: jax.Array, base: jax.Array, bank: WeightDelta, slots: jax.Array | 
     y = y.reshape(batch, tokens, outputs)
     if bank.dense is not None and slots is not None:
         y += _dense_rows(x, bank.dense.reshape(-1, outputs, size), slots)
-    return y.reshape(*x.shape[:-1], *out).astype(x.dtype)
+    return y.reshape(*x.shape[:-1], *out)
 
 
 def _dense_rows(x: jax.Array, dense: jax.Array, slots: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ Letters: B batch, T query, S cache, D model, N heads, K kv heads, G = N / K, H h
 F feed-forward, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -24,17 +25,31 @@ from zen_jax.sharding import Placement
 Merge = Callable[[Params], "Transformer"]
 
 
-class Linear(nnx.Module):
-    """A weight [*out, I] and the logical axes of its dimensions."""
+@dataclasses.dataclass(frozen=True)
+class Computing:
+    """How a model's products are computed.
 
-    def __init__(self, spec: ParamSpec, placement: Placement | None) -> None:
+    Attributes:
+      placement: the mesh, or None for one device.
+      products: what activations are rounded to before they meet a weight; None leaves them.
+    """
+
+    placement: Placement | None = None
+    products: jax.typing.DTypeLike | None = None
+
+
+class Linear(nnx.Module):
+    """A weight [*out, I], the logical axes of its dimensions, and how it is multiplied."""
+
+    def __init__(self, spec: ParamSpec, how: Computing) -> None:
         self.weight = nnx.Param(jnp.zeros(spec.shape))
         self.axes = spec.axes
-        self.placement = placement
+        self.how = how
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, I] -> [B, T, *out]."""
-        return linear(x, self.weight.get_value(), self.axes, self.placement)
+        how = self.how
+        return linear(x, self.weight.get_value(), self.axes, how.placement, how.products)
 
 
 class Embedding(Linear):
@@ -42,7 +57,7 @@ class Embedding(Linear):
 
     def lookup(self, tokens: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """int32[B, T] -> dtype[B, T, D]."""
-        return embed(tokens, self.weight.get_value(), self.axes, dtype, self.placement)
+        return embed(tokens, self.weight.get_value(), self.axes, dtype, self.how.placement)
 
 
 class RMSNorm(nnx.Module):
@@ -80,10 +95,10 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, specs: Params, placement: Placement | None, window: int | None
+        self, config: ModelConfig, specs: Params, how: Computing, window: int | None
     ) -> None:
-        self.qkv = Linear(specs["qkv"], placement)
-        self.o = Linear(specs["o"], placement)
+        self.qkv = Linear(specs["qkv"], how)
+        self.o = Linear(specs["o"], how)
         eps = config.rms_norm_eps
         self.qkv_bias = Bias(specs["qkv_bias"]) if config.qkv_bias else None
         self.q_norm = RMSNorm(specs["q_norm"], eps) if config.qk_norm else None
@@ -124,9 +139,9 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) over a fused gate|up weight."""
 
-    def __init__(self, specs: Params, placement: Placement | None) -> None:
-        self.gate_up = Linear(specs["gate_up"], placement)
-        self.down = Linear(specs["down"], placement)
+    def __init__(self, specs: Params, how: Computing) -> None:
+        self.gate_up = Linear(specs["gate_up"], how)
+        self.down = Linear(specs["down"], how)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
@@ -138,12 +153,12 @@ class Layer(nnx.Module):
     """Attention and MLP, each after a norm and added to the residual."""
 
     def __init__(
-        self, config: ModelConfig, specs: Params, placement: Placement | None, window: int | None
+        self, config: ModelConfig, specs: Params, how: Computing, window: int | None
     ) -> None:
         self.attn_norm = RMSNorm(specs["attn_norm"], config.rms_norm_eps)
-        self.attention = Attention(config, specs, placement, window)
+        self.attention = Attention(config, specs, how, window)
         self.mlp_norm = RMSNorm(specs["mlp_norm"], config.rms_norm_eps)
-        self.mlp = MLP(specs, placement)
+        self.mlp = MLP(specs, how)
 
     def __call__(
         self, x: jax.Array, positions: jax.Array, cache: LayerCache | None
@@ -157,17 +172,17 @@ class Layer(nnx.Module):
 class Transformer(nnx.Module):
     """A decoder-only transformer; see `make_merge` for how it is used."""
 
-    def __init__(self, config: ModelConfig, placement: Placement | None = None) -> None:
+    def __init__(self, config: ModelConfig, how: Computing) -> None:
         specs = param_specs(config)
-        self.embed = Embedding(specs["embed"], placement)
+        self.embed = Embedding(specs["embed"], how)
         self.layers = nnx.List(
             [
-                Layer(config, specs["layers"][i], placement, config.window(i))
+                Layer(config, specs["layers"][i], how, config.window(i))
                 for i in range(config.num_layers)
             ]
         )
         self.final_norm = RMSNorm(specs["final_norm"], config.rms_norm_eps)
-        self.head = None if config.tie_word_embeddings else Linear(specs["head"], placement)
+        self.head = None if config.tie_word_embeddings else Linear(specs["head"], how)
 
     def __call__(
         self,
@@ -210,12 +225,22 @@ def init_params(
     return map_specs(start, config)
 
 
-def make_merge(config: ModelConfig, placement: Placement | None = None) -> Merge:
+def make_merge(
+    config: ModelConfig,
+    placement: Placement | None = None,
+    products: jax.typing.DTypeLike | None = None,
+) -> Merge:
     """Splits the modules once; the function returned makes them whole again around ``Params``.
 
     Call it inside `jax.jit`. Leaves of ``Params`` may be arrays or `zen_jax.linear.Weight`.
+
+    Args:
+      config: the model.
+      placement: the mesh, or None for one device.
+      products: what activations are rounded to before they meet a weight; None leaves them.
     """
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, placement)))
+    how = Computing(placement, products)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, how)))
 
     others = ("attn_norm", "mlp_norm", "gate_up", "down")
 

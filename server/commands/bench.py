@@ -10,6 +10,7 @@ from rich.table import Table
 
 from server import console
 from zen_jax.benchmark import bench_linear
+from zen_jax.benchmark_decode import bench_decode
 
 _SHAPE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
@@ -34,6 +35,54 @@ def linear(
     with console.progress_bar("bench") as report:
         figures = bench_linear(sizes, rows, variants, repeats, report, activations)
     _print(figures)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def decode(
+    batches: list[int],
+    variants: list[int],
+    model: str,
+    context: int,
+    products: str,
+    repeats: int,
+    out: Path | None,
+) -> None:
+    """Measures decode steps and prints a table; writes the figures to a file as well.
+
+    Raises:
+      ValueError: a size is out of range, or the model unknown.
+      OSError: the file cannot be written.
+    """
+    if out is not None:
+        out.touch()  # before minutes are spent
+    with console.progress_bar("bench") as report:
+        figures = bench_decode(batches, variants, model, context, repeats, products, report)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    titles = ("rows", "variants", "base ms", "variant ms", "variant / base", "mixed ms", "naive ms")
+    for title in (*titles, "over naive", "bound", "of bound", "tokens/s", "host", "compiles"):
+        table.add_column(title, justify="right")
+    for case in figures["cases"]:
+        table.add_row(
+            str(case["batch"]),
+            str(case["variants"]),
+            f"{case['base_ms']:.2f}",
+            f"{case['variant_ms']:.2f}",
+            f"{case['variant_over_base']:.2f}",
+            f"{case['mixed_ms']:.2f}",
+            f"{case['naive_ms']:.2f}",
+            f"{case['speedup']:.2f}",
+            f"{case['bound']:.2f}",
+            f"{case['fraction_of_bound']:.0%}",
+            f"{case['tokens_per_s']:.0f}",
+            f"{case['host_share']:.0%}",
+            str(case["compiles"]),
+        )
+    console.stdout().print(table)
+    console.say(
+        f"{figures['device']}; {model}, {context} tokens of context, {products} products. "
+        "Naive is one step a variant; host is the share of a step before it is launched."
+    )
     if out is not None:
         out.write_text(json.dumps(figures, indent=2) + "\n")
 

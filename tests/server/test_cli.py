@@ -306,6 +306,20 @@ def test_a_benchmark_prints_a_table_and_writes_its_figures(zen, tmp_path, monkey
         assert (status, err.count("\n")) == (2, 1)
 
 
+def test_decode_steps_are_measured(zen, tmp_path, tiny_store):
+    file = tmp_path / "decode.json"
+    small = ("--batch", 2, "--variants", 1, "--variants", 2, "--context", 3, "--repeats", 2)
+    status, out, _ = zen("bench", "decode", "--model", tiny_store, *small, "--json", file)
+    assert status == 0
+    figures = json.loads(file.read_text())
+    assert [case["variants"] for case in figures["cases"]] == [1, 2]
+    assert all(case["compiles"] == 0 for case in figures["cases"])
+    assert out.count("%") >= 4 and str(tiny_store) in out
+    for bad in (("--model", "nothing"), ("--batch", 3, "--variants", 2), ("--products", "int8")):
+        status, _, err = zen("bench", "decode", *bad)
+        assert (status, err.count("\n")) == (2, 1), err
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_a_model_wrote_cannot_steer_a_terminal(terminal, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
