@@ -1,13 +1,16 @@
 # `make demo` and `make test` need git, make and a Python of 3.12 or later; everything else goes into .venv.
+# What compiles for an H100 without having one goes into .aot: its plugin would disturb everything else.
 VENV  := .venv
+AOT   := .aot
 STAMP := $(VENV)/.stamp
+AOT_STAMP := $(AOT)/.stamp
 PY    := $(VENV)/bin/python
 # Workers of the test run; 0 runs the tests in one process.
 JOBS  ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check pytest soak format protos lock family family-full models format-study \
-        format-study-smollm2 clean
+        format-study-smollm2 gpu-check kernels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
@@ -16,7 +19,10 @@ help:  ## Show this list
 $(STAMP): pyproject.toml constraints.txt tools/find-python tools/set-up $(wildcard pallas_kernels/*.h pallas_kernels/*/*.cc pallas_kernels/*/*.h)
 	@tools/set-up $(VENV)
 
-setup: $(STAMP)  ## Install everything into .venv
+$(AOT_STAMP): pyproject.toml constraints.txt tools/find-python tools/set-up
+	@tools/set-up $(AOT) aot
+
+setup: $(STAMP) $(AOT_STAMP)  ## Install everything into .venv and .aot
 
 demo: $(STAMP)  ## Convert the demo family, serve all of it and show what it answers
 	$(VENV)/bin/zen demo
@@ -26,11 +32,17 @@ test: check pytest  ## Run the checks, then the tests
 check: $(STAMP)  ## Lint, types, layers, sizes, and freshness of the generated code
 	@tools/check $(VENV)
 
-pytest: $(STAMP) | check
+pytest: $(STAMP) $(AOT_STAMP) | check
 	$(PY) -m pytest -q -n $(JOBS) --dist loadfile
 
-soak: $(STAMP)  ## Run the same tests at larger counts (tens of minutes)
+soak: $(STAMP) $(AOT_STAMP)  ## Run the same tests at larger counts (tens of minutes)
 	$(PY) -m pytest -q -n $(JOBS) --dist loadfile --soak --timeout 1800
+
+gpu-check:  ## Check and time the kernels on a Hopper card, by a python3 whose jax finds it; without a card, skipped
+	python3 tools/gpu_check.py --out docs/gpu-check.json
+
+kernels: $(AOT_STAMP)  ## Compile every kernel for an H100 and write docs/kernels.md
+	JAX_PLATFORMS=cpu PYTHONPATH=. $(AOT)/bin/python -m pallas_kernels.aot.table docs/kernels.md
 
 format: $(STAMP)  ## Sort imports and format the sources
 	$(VENV)/bin/ruff check --fix-only .
@@ -57,5 +69,5 @@ format-study: $(STAMP)  ## Measure every format of a delta on the demo family, i
 format-study-smollm2: models  ## The same on a fine-tune of SmolLM2-135M, trained first (an hour)
 	$(PY) -m zen_jax.training.format_study smollm2
 
-clean:  ## Remove .venv and everything else that git ignores
+clean:  ## Remove .venv, .aot and everything else that git ignores
 	git clean -fdXq

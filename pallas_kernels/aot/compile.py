@@ -19,6 +19,7 @@ from pallas_kernels.aot import sass
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _ENTRY = re.compile(r"Compiling entry function '(\S+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_SHARED = re.compile(r"smem_scratch_bytes=(\d+)")
 _LIMIT_S = 300
 
 
@@ -28,6 +29,7 @@ class Kernel:
 
     registers: int
     spilled: int  # bytes
+    shared: int  # bytes of shared memory
     counts: dict[str, int]  # instructions by name
     loops: list[sass.Loop]  # those that unpack signs
 
@@ -109,8 +111,10 @@ def _kernels(ptx: Path) -> dict[str, Kernel]:
             spilled[name] = int(spills[1]) + int(spills[2])
         if used := _REGISTERS.search(line):
             registers[name] = int(used[1])
+    resources = ptx.with_suffix(".resources.txt").read_text()
+    (shared,) = (int(found) for found in _SHARED.findall(resources))
     return {
-        name: Kernel(registers[name], spilled[name], dict(code.counts()), code.unpacking())
+        name: Kernel(registers[name], spilled[name], shared, dict(code.counts()), code.unpacking())
         for name, code in functions.items()
         if name in registers
     }

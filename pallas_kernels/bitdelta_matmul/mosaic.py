@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.bitdelta_matmul import mosaic_layout as layout
 from pallas_kernels.bitdelta_matmul import mosaic_rows, mosaic_tiles
-from pallas_kernels.bitdelta_matmul.mosaic_rows import pad_weight
+from pallas_kernels.bitdelta_matmul.mosaic_rows import Plan, pad_weight
 
-__all__ = ["KernelBank", "from_kernel_order", "pad_weight", "to_kernel_order"]
+__all__ = ["KernelBank", "Plan", "from_kernel_order", "pad_weight", "to_kernel_order"]
 
 # A scale of so many spacings of the weight survives being added to it in bfloat16.
 SPACINGS = 4
@@ -82,9 +82,10 @@ def bitdelta_matmul(
       interpret: parameters of the interpreter; compiled when not given.
     """
     if x.shape[0] <= mosaic_rows.MOST_ROWS:
-        slots = jnp.reshape(slot, (1,))
+        slots = jnp.broadcast_to(slot, (x.shape[0],))
+        planned = plan(slots, bank, one=True)
         return mosaic_rows.rows_matmul(
-            x, w, bank.words, bank.scale, slots, one=True, interpret=interpret
+            x, w, bank.words, bank.scale, planned, one=True, interpret=interpret
         )
     tuning = mosaic_tiles.tiles_tuning(x.shape[0], bank.scale.shape[-1])
     tiles = -(-x.shape[0] // tuning.rows)
@@ -93,8 +94,25 @@ def bitdelta_matmul(
     return _tiles(rows, w, bank, slots, tuning, interpret)[: x.shape[0]]
 
 
+def plan(slots: jax.Array, bank: KernelBank, one: bool = False) -> Plan:
+    """Sorts a decode batch of up to 64 rows, once for all weights that have as many levels.
+
+    Args:
+      slots: int32[B]; one outside 0..M-1 reads as the base.
+      bank: any weight's.
+      one: whether all rows have one slot.
+    """
+    return mosaic_rows.plan(slots, bank.words.shape[0], bank.words.shape[1], one)
+
+
 def bitdelta_matmul_mixed(
-    x: jax.Array, w: jax.Array, bank: KernelBank, slots: jax.Array, *, interpret: Any = None
+    x: jax.Array,
+    w: jax.Array,
+    bank: KernelBank,
+    slots: jax.Array,
+    *,
+    planned: Plan | None = None,
+    interpret: Any = None,
 ) -> jax.Array:
     """x W^T plus each row's own alpha (x S^T), rows in any order: float32[B, O].
 
@@ -103,25 +121,20 @@ def bitdelta_matmul_mixed(
       w: bfloat16[O, I], best padded at load by `pad_weight`.
       bank: from `to_kernel_order`.
       slots: int32[B]; one outside 0..M-1 reads as the base.
+      planned: `plan` of the slots, for up to 64 rows; made here when not given.
       interpret: parameters of the interpreter; compiled when not given.
     """
     most = mosaic_rows.MOST_ROWS
-    if x.shape[0] <= most:
-        return mosaic_rows.rows_matmul(x, w, bank.words, bank.scale, slots, interpret=interpret)
     # Sorted first, so that a variant's rows fall into few of the calls.
-    order = jnp.argsort(slots)
-    parts = [
-        mosaic_rows.rows_matmul(
-            x[order[at : at + most]],
-            w,
-            bank.words,
-            bank.scale,
-            slots[order[at : at + most]],
-            interpret=interpret,
+    order = jnp.argsort(slots) if x.shape[0] > most else None
+    parts = []
+    for at in range(0, x.shape[0], most):
+        own = slice(at, at + most) if order is None else order[at : at + most]
+        of_part = plan(slots[own], bank) if planned is None else planned
+        parts.append(
+            mosaic_rows.rows_matmul(x[own], w, bank.words, bank.scale, of_part, interpret=interpret)
         )
-        for at in range(0, x.shape[0], most)
-    ]
-    return jnp.concatenate(parts)[jnp.argsort(order)]
+    return parts[0] if order is None else jnp.concatenate(parts)[jnp.argsort(order)]
 
 
 def bitdelta_matmul_segments(

@@ -10,7 +10,7 @@ float32; the second is scaled.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -359,32 +359,66 @@ def _kernel(shape: _Shape, interpret: Any) -> Any:
     )
 
 
-def entries_of(slots: jax.Array, rows: int, levels: int, variants: int, widths: tuple[int, ...]):
-    """What the kernel is to multiply, for rows sorted by slot.
+class Plan(NamedTuple):
+    """Which rows of a batch belong together. Made once for a step, for all of its weights.
+
+    order: int32[rows], the rows sorted by slot.
+    rank: int32[B], where each row went.
+    slots: int32[64], of the sorted rows; the base's, and those that fill up, are M.
+    entries: int32[5, E]: what is multiplied with which rows. Row of the bank; first group of 8
+      rows; which width; slot; and [3, 0] is their number.
+    """
+
+    order: jax.Array
+    rank: jax.Array
+    slots: jax.Array
+    entries: jax.Array
+
+
+def widths_of(rows: int, one: bool) -> tuple[int, ...]:
+    """Numbers of rows that the kernel multiplies at a time, of a padded batch."""
+    return (rows,) if one else tuple(n for n in (8, 16, 32, 64) if n <= rows)
+
+
+def plan(slots: jax.Array, variants: int, levels: int, one: bool = False) -> Plan:
+    """Sorts a batch by comparing each with each: a few small operations, no sort and no loop.
 
     Args:
-      slots: int32[rows], ascending, those without a variant last, as `variants`.
-      rows: padded rows of the batch.
-      levels: levels of the bank.
+      slots: int32[B], 1 to 64; one outside 0..M-1 reads as the base.
       variants: M.
-      widths: numbers of rows that a window may have, ascending; the last is `rows`.
-
-    Returns:
-      int32[5, E]: row of the bank, first group of 8 rows, which width, slot; [3, 0] their number.
+      levels: of the bank.
+      one: whether all rows have the first one's slot.
     """
-    most = min(rows, variants)
-    new = jnp.concatenate([jnp.ones(1, bool), slots[1:] != slots[:-1]]) & (slots < variants)
-    starts = jnp.nonzero(new, size=most, fill_value=rows - 1)[0].astype(jnp.int32)
-    of = slots[starts]
-    ends = jnp.searchsorted(slots, of, side="right").astype(jnp.int32)
+    batch = slots.shape[0]
+    rows = padded_rows(batch)
+    slots = jnp.where((slots >= 0) & (slots < variants), slots, variants).astype(jnp.int32)
+    slots = jnp.broadcast_to(slots[:1], (batch,)) if one else slots
+    at = jnp.arange(batch)
+    earlier = (slots < slots[:, None]) | ((slots == slots[:, None]) & (at < at[:, None]))
+    rank = jnp.sum(earlier, axis=1, dtype=jnp.int32)
+    order = jnp.sum(jnp.where(rank == jnp.arange(rows)[:, None], at, 0), axis=1, dtype=jnp.int32)
+    of = jnp.arange(variants)
+    counts = jnp.sum(slots == of[:, None], axis=1, dtype=jnp.int32)
+    starts = jnp.sum(slots < of[:, None], axis=1, dtype=jnp.int32)
+    present = (counts > 0) & (starts < batch)
+    place = jnp.sum(present & (of < of[:, None]), axis=1)
+    # Of the variants in the batch, the n-th.
+    chosen = present & (place == jnp.arange(min(rows, variants))[:, None])
+
+    def pick(values: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(chosen, values, 0), axis=1, dtype=jnp.int32)
+
+    widths = jnp.array(widths_of(rows, one), jnp.int32)
     group = starts // 8
-    sizes = jnp.array(widths, jnp.int32)
-    kind = jnp.searchsorted(sizes, ends - 8 * group).astype(jnp.int32)
-    group = jnp.minimum(group, (rows - sizes[jnp.minimum(kind, len(widths) - 1)]) // 8)
-    bank_row = jnp.minimum(of, variants - 1)[:, None] * levels + jnp.arange(levels)
-    each = [jnp.repeat(a, levels) for a in (group, kind)]
-    count = jnp.full_like(each[0], jnp.sum(new) * levels)
-    return jnp.stack([bank_row.reshape(-1), *each, count, jnp.repeat(of, levels)]).astype(jnp.int32)
+    kind = jnp.sum(widths < (starts + counts - 8 * group)[:, None], axis=1, dtype=jnp.int32)
+    kind = jnp.minimum(kind, len(widths) - 1)
+    group = jnp.minimum(group, (rows - widths[kind]) // 8)
+    bank_row = pick(of)[:, None] * levels + jnp.arange(levels)
+    each = [jnp.repeat(pick(values), levels) for values in (group, kind, of)]
+    count = jnp.full_like(each[0], jnp.sum(present) * levels)
+    entries = jnp.stack([bank_row.reshape(-1), each[0], each[1], count, each[2]])
+    entries = jnp.pad(entries.astype(jnp.int32), ((0, 0), (0, -entries.shape[1] % 32)))
+    return Plan(order, rank, jnp.full(MOST_ROWS, variants).at[rank].set(slots), entries)
 
 
 @functools.partial(jax.jit, static_argnames=("one", "tuning", "interpret"))
@@ -393,7 +427,7 @@ def rows_matmul(
     w: jax.Array,
     words: jax.Array,
     scale: jax.Array,
-    slots: jax.Array,
+    planned: Plan,
     *,
     one: bool = False,
     tuning: RowsTuning | None = None,
@@ -403,11 +437,11 @@ def rows_matmul(
 
     Args:
       x: float[B, I], multiplied in bfloat16.
-      w: bfloat16[O, I]; padded at load to multiples of 64 and 128, or here at each call.
+      w: bfloat16[O, I]; padded at load to multiples of 128, or here at each call.
       words: uint32[M, levels, H, W, 256], from `to_kernel_order`.
       scale: float32[M, levels, O].
-      slots: int32[B]; one outside 0..M-1 reads as the base. With `one`, all are the first.
-      one: whether all rows belong to one variant.
+      planned: from `plan`.
+      one: as it was given to `plan`.
       tuning: how the work is cut; by shape when not given.
       interpret: parameters of the interpreter; compiled when not given.
 
@@ -423,32 +457,25 @@ def rows_matmul(
             f"{tuning.chunk}; choose a chunk and splits whose product divides them"
         )
     rows = padded_rows(batch)
-    slots = jnp.where((slots >= 0) & (slots < variants), slots, variants).astype(jnp.int32)
-    slots = jnp.broadcast_to(slots[:1], (batch,)) if one else slots
-    order = jnp.arange(batch) if one else jnp.argsort(slots)
-    padding = rows - batch
-    slots = jnp.pad(slots[order], (0, padding), constant_values=variants)
-    x = jnp.pad(
-        x[order].astype(jnp.bfloat16), ((0, padding), (0, wide * layout.COLUMNS - x.shape[1]))
-    )
+    # Rows that fill up have a place in the order too, but belong to nobody and are left out after.
+    x = x.astype(jnp.bfloat16) if one else x.astype(jnp.bfloat16)[planned.order]
+    x = jnp.pad(x, ((0, rows - x.shape[0]), (0, wide * layout.COLUMNS - x.shape[1])))
     w = pad_weight(w)
-    widths = (rows,) if one else tuple(n for n in (8, 16, 32, 64) if n <= rows)
-    entries = entries_of(slots, rows, levels, variants, widths)
-    entries = jnp.pad(entries, ((0, 0), (0, -entries.shape[1] % 32)))
     scale = jnp.pad(scale, ((0, 0), (0, 0), (0, high * layout.ROWS - outputs)))
-    shape = _Shape(rows, high, wide, w.shape[1], entries.shape[1], widths, tuning)
+    count, widths = planned.entries.shape[1], widths_of(rows, one)
+    shape = _Shape(rows, high, wide, w.shape[1], count, widths, tuning)
     parts = _kernel(shape, interpret)(
         x,
         w,
         words.reshape(variants * levels, high, wide, layout.WORDS),
         scale.reshape(variants * levels, high * layout.ROWS),
         corrections(x, tuning.chunk),
-        jnp.pad(slots, (0, MOST_ROWS - rows), constant_values=variants),
-        entries,
+        planned.slots,
+        planned.entries,
         layout.masks(),
     )
     y = jnp.sum(parts, axis=0).transpose(1, 3, 0, 2).reshape(rows, high * layout.ROWS)
-    return y[jnp.argsort(order), :outputs]
+    return y[:batch, :outputs] if one else y[planned.rank, :outputs]
 
 
 def corrections(x: jax.Array, chunk: int) -> jax.Array:

@@ -60,11 +60,34 @@ def test_mixed_rows(rows: int, outputs: int, size: int, variants: int, levels: i
     x = case.rows(rows)
     slots = np.random.default_rng(rows).integers(-1, variants + 1, rows).astype(np.int32)
     tuning = mosaic_rows.RowsTuning(chunk=256, splits=2 if size == 1000 else 1)
+    planned = mosaic.plan(jnp.asarray(slots), case.bank)
     got = mosaic_rows.rows_matmul(
-        x, case.w, case.bank.words, case.scale, slots, tuning=tuning, interpret=INTERPRET
+        x, case.w, case.bank.words, case.scale, planned, tuning=tuning, interpret=INTERPRET
     )
     assert not races()
     np.testing.assert_allclose(got, case.base(x) + case.term(x, slots), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch, variants", [(64, 14), (27, 3), (9, 19)])
+def test_a_plan_covers_each_variants_rows_with_one_window(batch: int, variants: int) -> None:
+    """Every variant once, its rows inside its window, the least that will do."""
+    rng = np.random.default_rng(batch)
+    make = jax.jit(functools.partial(mosaic_rows.plan, variants=variants, levels=2))
+    for _ in range(20):
+        slots = np.sort(rng.integers(-1, variants + 1, (4, batch)), axis=0)[rng.integers(0, 4)]
+        rng.shuffle(slots)
+        order, rank, ordered, entries = (np.asarray(part) for part in make(jnp.asarray(slots)))
+        assert np.array_equal(order[rank], np.arange(batch))
+        assert np.all(np.diff(ordered[:batch]) >= 0)
+        rows = mosaic_rows.padded_rows(batch)
+        present = sorted({slot for slot in slots if 0 <= slot < variants})
+        assert entries[3, 0] == 2 * len(present)
+        for n, (row, group, kind, _, slot) in enumerate(entries.T[: entries[3, 0]]):
+            assert slot == present[n // 2] and row == 2 * slot + n % 2
+            own = rank[slots == slot]
+            width = mosaic_rows.widths_of(rows, False)[kind]
+            assert 8 * group <= own.min() and own.max() < 8 * group + width <= rows
+            assert width == 8 or own.max() >= own.min() // 8 * 8 + width // 2
 
 
 @pytest.mark.parametrize("slot", [1, -1])
@@ -229,7 +252,7 @@ def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         case.w,
         case.bank.words,
         case.scale,
-        np.arange(8, dtype=np.int32) % 3,
+        mosaic.plan(jnp.arange(8) % 3, case.bank),
         tuning=mosaic_rows.RowsTuning(chunk=256, splits=1, sign_stages=2),
         interpret=INTERPRET,
     )
@@ -246,7 +269,7 @@ def test_bad_arguments_are_named() -> None:
             case.w,
             case.bank.words,
             case.scale,
-            jnp.zeros(8, jnp.int32),
+            mosaic.plan(jnp.zeros(8, jnp.int32), case.bank),
             tuning=mosaic_rows.RowsTuning(chunk=256, splits=2),
         )
     with pytest.raises(ValueError, match="80 rows; expected a multiple of a tile's 64"):
