@@ -220,7 +220,7 @@ def open_gguf(path: Path) -> GgufFile:
     header = read_header(path)
     config = _config(path, header)
     expected = tensor_shapes(config)
-    named = {_stored_name(name): name for name in expected}
+    named = {stored_name(name): name for name in expected}
     problems = [
         f"lacks {stored!r}, which its settings call for"
         for stored in sorted(named.keys() - header.tensors.keys())
@@ -258,8 +258,8 @@ def _dtypes(found: Mapping[str, StoredTensor]) -> dict[str, str]:
     }
 
 
-def _stored_name(name: str) -> str:
-    """A Hugging Face name -> the file's."""
+def stored_name(name: str) -> str:
+    """A Hugging Face tensor's name -> what files call it."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return _TOP[name]
