@@ -197,52 +197,39 @@ inline void turn_few(const uint8_t* const (&rows)[kLanes], int64_t at, int64_t b
   }
 }
 
-// Signs of a block of outputs of a variant with ENTRIES tables at once: codes are made once for all.
-// `next` is what is wanted after these.
-template <int kParts, int ENTRIES>
-ZEN_AVX512 void sign_block(const Problem& p, const Entry* entries, int64_t at, int64_t o, int64_t outs,
-                           Ahead next) {
-  constexpr int64_t kWords = 16;  // of 32 signs, that are turned at once
-  alignas(64) uint32_t words[kParts][kWords * kLanes];
-  const uint8_t* rows[kParts][kLanes];
-  for (int64_t i = 0; i < kParts * kLanes; i++)  // outputs that do not exist repeat the last one
-    rows[i / kLanes][i % kLanes] = p.bits + (at + std::min(i, outs - 1)) * p.bytes;
-  __m512i sum[ENTRIES][kParts];
-  for (int e = 0; e < ENTRIES; e++)
-    for (int g = 0; g < kParts; g++) sum[e][g] = _mm512_setzero_si512();
+// Where each of 64 lookups falls in four tables side by side: the low and the high half of each byte.
+struct Codes {
+  __m512i first, second;
+};
+
+ZEN_AVX512 inline Codes codes_of(const uint32_t* words) {
   const __m512i low = _mm512_set1_epi8(15), table = _mm512_set1_epi32(0x30201000);
+  const __m512i word = _mm512_load_si512(words);  // (word & low) | table
+  return {_mm512_ternarylogic_epi32(word, low, table, 0xEA),
+          _mm512_ternarylogic_epi32(_mm512_srli_epi32(word, 4), low, table, 0xEA)};
+}
+
+// Adds what 16 kParts outputs look up in the tables of ENTRIES rows for one word of 32 inputs.
+template <int kParts, int ENTRIES>
+ZEN_AVX512 inline void look_up(const Entry* entries, int64_t word, const Codes (&codes)[kParts],
+                               __m512i (&sum)[ENTRIES][kParts]) {
   const __m512i one = _mm512_set1_epi8(1);
-  const int64_t turns = (p.bytes + 4 * kWords - 1) / (4 * kWords) * kParts;
-  const int64_t share = (next.lines + turns - 1) / turns;
-  for (int64_t from = 0; from < p.bytes; from += 4 * kWords) {
-    const int64_t bytes = std::min(4 * kWords, p.bytes - from);
+#pragma GCC unroll 4
+  for (int e = 0; e < ENTRIES; e++) {
+    const int8_t* t = entries[e].table + word * kTable;
+    const __m512i ta = _mm512_load_si512(t), tb = _mm512_load_si512(t + 64);
+#pragma GCC unroll 4
     for (int g = 0; g < kParts; g++) {
-      next.fetch((from / (4 * kWords) * kParts + g) * share, share);
-      if (bytes <= 16)
-        turn_few(rows[g], from, bytes, words[g]);
-      else
-        turn(rows[g], from, bytes < 64 ? (1ull << bytes) - 1 : ~0ull, words[g]);
-    }
-    for (int64_t j = 0; j < (bytes + 3) / 4; j++) {
-      __m512i first[kParts], second[kParts];
-#pragma GCC unroll 4
-      for (int g = 0; g < kParts; g++) {
-        const __m512i word = _mm512_load_si512(words[g] + j * kLanes);
-        first[g] = _mm512_ternarylogic_epi32(word, low, table, 0xEA);  // (word & low) | table
-        second[g] = _mm512_ternarylogic_epi32(_mm512_srli_epi32(word, 4), low, table, 0xEA);
-      }
-#pragma GCC unroll 4
-      for (int e = 0; e < ENTRIES; e++) {
-        const int8_t* t = entries[e].table + (from / 4 + j) * kTable;
-        const __m512i ta = _mm512_load_si512(t), tb = _mm512_load_si512(t + 64);
-#pragma GCC unroll 4
-        for (int g = 0; g < kParts; g++) {
-          sum[e][g] = _mm512_dpbusd_epi32(sum[e][g], one, _mm512_permutexvar_epi8(first[g], ta));
-          sum[e][g] = _mm512_dpbusd_epi32(sum[e][g], one, _mm512_permutexvar_epi8(second[g], tb));
-        }
-      }
+      sum[e][g] = _mm512_dpbusd_epi32(sum[e][g], one, _mm512_permutexvar_epi8(codes[g].first, ta));
+      sum[e][g] = _mm512_dpbusd_epi32(sum[e][g], one, _mm512_permutexvar_epi8(codes[g].second, tb));
     }
   }
+}
+
+// Adds alpha times the sums to y.
+template <int kParts, int ENTRIES>
+ZEN_AVX512 inline void add_terms(const Problem& p, const Entry* entries, int64_t at, int64_t o,
+                                 int64_t outs, const __m512i (&sum)[ENTRIES][kParts]) {
   for (int e = 0; e < ENTRIES; e++)
     for (int g = 0; g < kParts; g++) {
       const int64_t count = std::clamp<int64_t>(outs - g * kLanes, 0, kLanes);
@@ -255,18 +242,65 @@ ZEN_AVX512 void sign_block(const Problem& p, const Entry* entries, int64_t at, i
     }
 }
 
-// One variant's signs of one level for up to 16 kParts outputs; `next` is what is wanted after these.
+constexpr int64_t kWords = 16;  // of 32 signs, that are turned at once
+
+// The signs of 16 outputs, `bytes` of them from `from` on, turned into up to 16 registers.
+ZEN_AVX512 inline void turn_some(const uint8_t* const (&rows)[kLanes], int64_t from, int64_t bytes,
+                                 uint32_t* to) {
+  if (bytes <= 16)
+    turn_few(rows, from, bytes, to);
+  else
+    turn(rows, from, bytes < 64 ? (1ull << bytes) - 1 : ~0ull, to);
+}
+
+// Where the signs of 16 kParts outputs begin; those that do not exist repeat the last one.
 template <int kParts>
-ZEN_AVX512 void avx512_level(const Problem& p, const Tables& tables, const Group& group,
+inline void sign_rows(const Problem& p, int64_t at, int64_t outs, const uint8_t* (&rows)[kParts][kLanes]) {
+  for (int64_t i = 0; i < kParts * kLanes; i++)
+    rows[i / kLanes][i % kLanes] = p.bits + (at + std::min(i, outs - 1)) * p.bytes;
+}
+
+// Signs of a block of outputs of a variant with ENTRIES tables at once: codes are made once for all.
+// `next` is what is wanted after these.
+template <int ENTRIES>
+ZEN_AVX512 void sign_block(const Problem& p, const Entry* entries, int64_t at, int64_t o, int64_t outs,
+                           Ahead next) {
+  constexpr int kParts = kBlock / kLanes;
+  alignas(64) uint32_t words[kParts][kWords * kLanes];
+  const uint8_t* rows[kParts][kLanes];
+  sign_rows<kParts>(p, at, outs, rows);
+  __m512i sum[ENTRIES][kParts];
+  for (int e = 0; e < ENTRIES; e++)
+    for (int g = 0; g < kParts; g++) sum[e][g] = _mm512_setzero_si512();
+  const int64_t turns = (p.bytes + 4 * kWords - 1) / (4 * kWords) * kParts;
+  const int64_t share = (next.lines + turns - 1) / turns;
+  for (int64_t from = 0; from < p.bytes; from += 4 * kWords) {
+    const int64_t bytes = std::min(4 * kWords, p.bytes - from);
+    for (int g = 0; g < kParts; g++) {
+      next.fetch((from / (4 * kWords) * kParts + g) * share, share);
+      turn_some(rows[g], from, bytes, words[g]);
+    }
+    for (int64_t j = 0; j < (bytes + 3) / 4; j++) {
+      Codes codes[kParts];
+#pragma GCC unroll 4
+      for (int g = 0; g < kParts; g++) codes[g] = codes_of(words[g] + j * kLanes);
+      look_up<kParts, ENTRIES>(entries, from / 4 + j, codes, sum);
+    }
+  }
+  add_terms<kParts, ENTRIES>(p, entries, at, o, outs, sum);
+}
+
+// One variant's signs of one level; `next` is what is wanted after these.
+ZEN_AVX512 inline void avx512_level(const Problem& p, const Tables& tables, const Group& group,
                                     int64_t level, int64_t o, int64_t outs, Ahead next) {
   const int64_t at = p.at(group.slot, level, o);
   for (int64_t e = group.begin; e < group.end; e += 4, next = {}) {
     const Entry* entries = tables.entries() + e;
     switch (std::min<int64_t>(group.end - e, 4)) {
-      case 4: sign_block<kParts, 4>(p, entries, at, o, outs, next); break;
-      case 3: sign_block<kParts, 3>(p, entries, at, o, outs, next); break;
-      case 2: sign_block<kParts, 2>(p, entries, at, o, outs, next); break;
-      default: sign_block<kParts, 1>(p, entries, at, o, outs, next);
+      case 4: sign_block<4>(p, entries, at, o, outs, next); break;
+      case 3: sign_block<3>(p, entries, at, o, outs, next); break;
+      case 2: sign_block<2>(p, entries, at, o, outs, next); break;
+      default: sign_block<1>(p, entries, at, o, outs, next);
     }
   }
 }
@@ -280,7 +314,7 @@ ZEN_AVX512 inline void avx512_signs(const Problem& p, const Tables& tables, int6
       Ahead next = after;
       if (g + 1 < groups.size())
         next = {p.bits + p.at(groups[g + 1].slot, level, o) * p.bytes, outs * p.bytes / 64};
-      avx512_level<kBlock / kLanes>(p, tables, groups[g], level, o, outs, next);
+      avx512_level(p, tables, groups[g], level, o, outs, next);
     }
 }
 

@@ -204,6 +204,58 @@ inline void prompt_product(const Problem& p, const uint16_t* x, const std::vecto
   }
 }
 
+constexpr int kPromptParts = kPromptBlock / kLanes;
+
+// All codes of a block of one variant and level, made once for all of its rows: [words][parts].
+ZEN_AVX512 inline void all_codes(const Problem& p, int64_t at, int64_t outs, Codes* to) {
+  alignas(64) uint32_t words[kWords * kLanes];
+  const uint8_t* rows[kPromptParts][kLanes];
+  sign_rows<kPromptParts>(p, at, outs, rows);
+  for (int64_t from = 0; from < p.bytes; from += 4 * kWords) {
+    const int64_t bytes = std::min(4 * kWords, p.bytes - from);
+    for (int g = 0; g < kPromptParts; g++) {
+      turn_some(rows[g], from, bytes, words);
+      for (int64_t j = 0; j < (bytes + 3) / 4; j++)
+        to[(from / 4 + j) * kPromptParts + g] = codes_of(words + j * kLanes);
+    }
+  }
+}
+
+template <int ENTRIES>
+ZEN_AVX512 void prompt_signs(const Problem& p, const Entry* entries, int64_t at, int64_t o, int64_t outs,
+                             const Codes* codes) {
+  __m512i sum[ENTRIES][kPromptParts];
+  for (int e = 0; e < ENTRIES; e++)
+    for (int g = 0; g < kPromptParts; g++) sum[e][g] = _mm512_setzero_si512();
+  for (int64_t word = 0; word < (p.bytes + 3) / 4; word++, codes += kPromptParts) {
+    Codes own[kPromptParts];
+#pragma GCC unroll 4
+    for (int g = 0; g < kPromptParts; g++) own[g] = codes[g];
+    look_up<kPromptParts, ENTRIES>(entries, word, own, sum);
+  }
+  add_terms<kPromptParts, ENTRIES>(p, entries, at, o, outs, sum);
+}
+
+// All signs of a variant's rows.
+inline void prompt_group(const Problem& p, const Tables& tables, const Group& group, int64_t o,
+                         int64_t outs) {
+  thread_local Scratch scratch;
+  Codes* codes = scratch.get<Codes>((p.bytes + 3) / 4 * kPromptParts);
+  for (int64_t level = 0; level < p.levels; level++) {
+    const int64_t at = p.at(group.slot, level, o);
+    all_codes(p, at, outs, codes);
+    for (int64_t e = group.begin; e < group.end; e += 4) {
+      const Entry* entries = tables.entries() + e;
+      switch (std::min<int64_t>(group.end - e, 4)) {
+        case 4: prompt_signs<4>(p, entries, at, o, outs, codes); break;
+        case 3: prompt_signs<3>(p, entries, at, o, outs, codes); break;
+        case 2: prompt_signs<2>(p, entries, at, o, outs, codes); break;
+        default: prompt_signs<1>(p, entries, at, o, outs, codes);
+      }
+    }
+  }
+}
+
 // x: the rows in bfloat16 as they came, [rows, inputs].
 inline void bf16_prompt(const Problem& p, const uint16_t* x, const std::vector<Party>& all,
                         const Rounding& rounding, const Tables& tables, int64_t begin, int64_t end) {
@@ -218,8 +270,7 @@ inline void bf16_prompt(const Problem& p, const uint16_t* x, const std::vector<P
   prompt_product(p, x, base, -1, begin, outs);
   for (size_t i = 0; i < all.size(); i++)
     for (const Group& group : tables.groups())
-      for (int64_t l = 0; group.slot == all[i].slot && !rounding.may(i, begin) && l < p.levels; l++)
-        avx512_level<kPromptBlock / kLanes>(p, tables, group, l, begin, outs, {});
+      if (group.slot == all[i].slot && !rounding.may(i, begin)) prompt_group(p, tables, group, begin, outs);
 }
 
 }  // namespace zen
