@@ -1,0 +1,1 @@
+"""A prompt's attention: chunks of queries, each to its own row of the cache."""
