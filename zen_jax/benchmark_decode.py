@@ -154,6 +154,13 @@ def _model(model: str, slots: int) -> tuple[Params, BankSchema, DeltaBank]:
         names = ", ".join(SHAPES)
         raise ValueError(f"model is {model!r}; expected {names} or the folder of a store")
 
+    return params, schema, random_bank(schema)
+
+
+def random_bank(schema: BankSchema) -> DeltaBank:
+    """A bank whose every slot has random signs and one small scale: variants to measure with."""
+    rng = np.random.default_rng(1)
+
     def random(delta: WeightDelta) -> WeightDelta:
         if delta.bits is None or delta.scale is None:
             return delta
@@ -162,7 +169,7 @@ def _model(model: str, slots: int) -> tuple[Params, BankSchema, DeltaBank]:
 
     empty = schema.empty()
     deltas = jax.tree.map(random, empty.weights, is_leaf=lambda n: isinstance(n, WeightDelta))
-    return params, schema, DeltaBank(deltas, empty.vocab)
+    return DeltaBank(deltas, empty.vocab)
 
 
 class _Bench:
@@ -180,7 +187,7 @@ class _Bench:
     ) -> None:
         # Two states take turns; each makes a step untimed before every timed one.
         length = context + 2 * repeats + 8
-        sizes = EngineConfig(batch, length, prefill_buckets=(), products=products)
+        sizes = EngineConfig(batch, length, products=products)
         self.engine = Engine(params, sizes, schema)
         self.bank, self.batch, self.context, self.repeats = bank, batch, context, repeats
 
