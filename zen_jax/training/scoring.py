@@ -6,7 +6,7 @@ fine-tune as 1-bit deltas with one scale a row, embedding included, nothing dist
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from zen_jax import evaluate
 from zen_jax.config import ModelConfig
 from zen_jax.delta.apply import materialise
 from zen_jax.delta.compress import compress_tensor, keep_vector
+from zen_jax.delta.format import WeightDelta
 from zen_jax.layout import Params, fuse_delta
 from zen_jax.training import corpora, recipe, residual, tasks
 from zen_jax.training.batches import held_out_windows, prompt_ids
@@ -35,13 +36,20 @@ HELD_OUT = (
 
 def one_bit_params(config: ModelConfig, base: Tensors, tuned: Tensors) -> Params:
     """The base plus a fine-tune's 1-bit deltas, one scale a row, as float32 ``Params``."""
-    deltas = {
+    deltas = fuse_delta(config, one_bit_deltas(base, tuned))
+    return materialise(residual.float32_params(config, base), deltas)
+
+
+def one_bit_deltas(
+    base: Mapping[str, np.ndarray], tuned: Mapping[str, np.ndarray]
+) -> dict[str, WeightDelta]:
+    """A fine-tune's 1-bit deltas, one scale a row, and whole vectors, by Hugging Face tensor."""
+    return {
         name: compress_tensor(start, tuned[name])[0]
         if start.ndim == 2
         else keep_vector(start, tuned[name])
         for name, start in base.items()
     }
-    return materialise(residual.float32_params(config, base), fuse_delta(config, deltas))
 
 
 def tokenised(examples: Sequence[Example]) -> list[evaluate.Example]:

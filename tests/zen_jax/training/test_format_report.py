@@ -18,7 +18,7 @@ from zen_jax.training import corpora, residual, scoring
 from zen_jax.training.bytes_tokenizer import write_tokenizer
 from zen_jax.training.corpora import Corpus
 from zen_jax.training.format_study import __main__ as command
-from zen_jax.training.format_study import report, smollm2, study
+from zen_jax.training.format_study import report, served, smollm2, study
 from zen_jax.training.format_study.formats import FORMATS, store
 from zen_jax.training.format_study.report import fill, load, tables
 from zen_jax.training.residual import Tensors
@@ -102,6 +102,53 @@ def test_formats_that_were_not_measured_are_left_out(studies: dict[str, Any]) ->
     assert "12.5% of the deltas" in second
     assert "`svd-1`" in first and "`svd-1`" not in second and "`row`" in second
     assert "Levels" in first and "Levels" not in second
+
+
+def served_marks(kl: float, exact: float | None) -> dict[str, Any]:
+    """Marks of a variant as it is served: float32 1 % above whole weights, bfloat16 2 % below."""
+    names = {"whole": 1.0, "float32": 1.01, "bfloat16": 0.98}
+    tables = {kind: [6, 3, 1] for kind in report._KINDS}
+    return {"rows": 2, "tokens": 10} | {
+        name: {"nll": kl + 1, "kl": kl * times, "exact": exact, "tables": tables}
+        for name, times in names.items()
+    }
+
+
+def test_as_served(studies: dict[str, Any]) -> None:
+    assert "served" not in tables(studies)
+    for kl, variant in zip((1, 2, 4), studies["family"]["variants"].values(), strict=True):
+        variant["served"] = served_marks(kl, 0.25 if variant["answers"] else None)
+    made = tables(studies)
+    lines = made["served"].splitlines()
+    assert len(lines) == 2 + 3 + 3  # texts and skills; SmolLM2 was not measured
+    assert lines[3] == (
+        "| the family's texts | as served, float32 | 20 | 4.0000 | 3.03 | +1.00% | – |"
+    )
+    assert lines[7] == (
+        "| the family's skills | as served, bfloat16 | 10 | 2.0000 | 0.98 | -2.00% | 0.250 |"
+    )
+    variants = studies["family"]["variants"]
+    variants["a"]["served"]["float32"]["tables"]["down"] = [0, 0, 10]
+    down = tables(studies)["served-tables"].splitlines()[5]
+    assert down == "| down | 60.0% |"
+
+
+def test_the_served_format_costs_no_quality() -> None:
+    """What docs/format.md says of it."""
+    studies = load(DOCS / "format.json")
+    kept = {
+        name: variant["served"]
+        for each in studies.values()
+        for name, variant in each["variants"].items()
+        if "served" in variant
+    }
+    assert set(studies["family"]["variants"]) <= set(kept)
+    for name, marks in kept.items():
+        whole, wide, narrow = (marks[part] for part in ("whole", "float32", "bfloat16"))
+        assert wide["kl"] == pytest.approx(whole["kl"], rel=0.005), name
+        assert wide["nll"] == pytest.approx(whole["nll"], abs=2e-4), name
+        assert wide["exact"] == whole["exact"], name
+        assert narrow["nll"] == pytest.approx(whole["nll"], abs=2e-3), name
 
 
 def test_each_variant(studies: dict[str, Any]) -> None:
@@ -268,6 +315,7 @@ def test_the_smollm2_command_keeps_the_delta(
 ) -> None:
     monkeypatch.setattr(command, "remember_compilations", lambda folder: None)
     monkeypatch.setattr(command, "run", lambda *_: None)
+    monkeypatch.setattr(served, "run", lambda *_: None)
     monkeypatch.setattr(report, "write", lambda *_: None)
     docs, work = tmp_path / "docs", tmp_path / "work"
     given = ["--docs", str(docs), "smollm2", "--base", str(folder), "--work", str(work)]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zen_jax.training.family import FAMILY, remember_compilations
-from zen_jax.training.format_study import family, report, smollm2
+from zen_jax.training.format_study import family, report, served, smollm2
 from zen_jax.training.format_study.study import Results, publish, run
 
 ROOT = FAMILY.parent
@@ -66,14 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = Results(given.work / f"{given.command}.json")
         if given.command == "family":
             subjects = family.subjects(given.family, given.texts, given.only)
-            about = family.ABOUT
+            about, rows = family.ABOUT, family.SERVED_ROWS
         else:
             subjects = smollm2.subjects(
                 given.base, given.work / "smollm2", given.texts, given.steps, not given.quiet
             )
-            about = smollm2.about(given.steps)
+            about, rows = smollm2.about(given.steps), smollm2.SERVED_ROWS
             smollm2.write_delta(given.work / "smollm2", given.steps, given.docs / smollm2.DELTA)
         run(subjects, results, not given.quiet)
+        served.run(subjects, results, rows, not given.quiet)
         if given.command == "smollm2" or not given.only:
             report.write(given.docs, given.command, publish(results, about))
         print(f"{results.path}: done in {(time.monotonic() - began) / 60:.1f} minutes")

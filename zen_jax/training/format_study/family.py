@@ -16,6 +16,8 @@ ABOUT = {
     "windows": scoring.WINDOWS,
     "window_bytes": scoring.WINDOW_BYTES,
 }
+# Windows or prompts of each variant that go through decode steps.
+SERVED_ROWS = 64
 
 
 def subjects(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,12 @@ class Sheet:
             counted = self.counted[start : start + self.batch]
             yield np.pad(tokens, missing), np.pad(counted, missing)
 
+    def part(self, rows: int, batch: int) -> "Sheet":
+        """At most `rows` of its rows, spread evenly, at most `batch` in a forward pass."""
+        count = len(self.tokens)
+        at = np.linspace(0, count - 1, min(rows, count)).astype(int)
+        return Sheet(self.tokens[at], self.counted[at], self.answers, min(batch, len(at)))
+
     @property
     def digest(self) -> str:
         """SHA-256 of what is asked, in hex."""
@@ -88,28 +94,35 @@ class Marks:
     exact: float | None
 
 
+# Sum of NLL, sum of KL, bool[B] of rows answered.
+_Sums = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@jax.jit
+def _judge(found: jax.Array, tokens: jax.Array, counted: jax.Array, wanted: jax.Array) -> _Sums:
+    """Log-probabilities float32[B, T, V], a model's and the fine-tune's, at tokens [B, T + 1]."""
+    targets = tokens[:, 1:]
+    true = jnp.take_along_axis(found, targets[..., None], axis=-1)[..., 0]
+    divergence = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)
+    right = (jnp.argmax(found, axis=-1) == targets) | ~counted
+    return (
+        jnp.sum(jnp.where(counted, -true, 0)),
+        jnp.sum(jnp.where(counted, divergence, 0)),
+        jnp.all(right, axis=1),
+    )
+
+
 @functools.lru_cache(maxsize=4)
-def _programs(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., tuple]]:
-    """Jitted (params, tokens) -> log-probabilities float32[B, T, V]; and (params, tokens, counted,
-    the fine-tune's log-probabilities) -> sum of NLL, sum of KL, bool[B] of rows answered."""
+def _programs(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., _Sums]]:
+    """Jitted (params, tokens) -> log-probabilities float32[B, T, V]; and `_judge` of them, (params,
+    tokens, counted, the fine-tune's)."""
     forward = make_forward(config)
 
     def predict(params: Params, tokens: jax.Array) -> jax.Array:
         return jax.nn.log_softmax(forward(params, tokens[:, :-1]), axis=-1)
 
-    def mark(
-        params: Params, tokens: jax.Array, counted: jax.Array, wanted: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        found = predict(params, tokens)
-        targets = tokens[:, 1:]
-        true = jnp.take_along_axis(found, targets[..., None], axis=-1)[..., 0]
-        divergence = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)
-        right = (jnp.argmax(found, axis=-1) == targets) | ~counted
-        return (
-            jnp.sum(jnp.where(counted, -true, 0)),
-            jnp.sum(jnp.where(counted, divergence, 0)),
-            jnp.all(right, axis=1),
-        )
+    def mark(params: Params, tokens: jax.Array, counted: jax.Array, wanted: jax.Array) -> _Sums:
+        return _judge(predict(params, tokens), tokens, counted, wanted)
 
     return jax.jit(predict), jax.jit(mark)
 
@@ -133,9 +146,21 @@ class Examiner:
 
     def __call__(self, params: Params) -> Marks:
         """The marks of a model."""
+        return self._marks(lambda *batch: self._mark(params, *batch))
+
+    def judge(self, predictions: Iterable[jax.typing.ArrayLike]) -> Marks:
+        """The marks of predictions that were made elsewhere.
+
+        Args:
+          predictions: log-probabilities float32[batch, T, V] for each of the sheet's batches.
+        """
+        found = iter(predictions)
+        return self._marks(lambda *batch: _judge(next(found), *batch))
+
+    def _marks(self, sums: Callable[..., _Sums]) -> Marks:
         nll, kl, right = 0.0, 0.0, []
         for (tokens, counted), wanted in zip(self._sheet.batches(), self._wanted, strict=True):
-            loss, divergence, answered = self._mark(params, tokens, counted, wanted)
+            loss, divergence, answered = sums(tokens, counted, wanted)
             nll, kl = nll + float(loss), kl + float(divergence)
             right.append(np.asarray(answered))
         rows, count = len(self._sheet.tokens), int(self._sheet.counted.sum())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zen_jax.training.format_study.formats import DEFAULT, FORMATS, GROUPS
-from zen_jax.training.format_study.study import write_json
+from zen_jax.training.format_study.study import SERVED, write_json
 
 Study = Mapping[str, Any]
 
@@ -89,6 +89,14 @@ def tables(studies: Mapping[str, Study]) -> dict[str, str]:
         made["family-each"] = each_table(variants)
     if "smollm2" in studies:
         made["smollm2"] = text_table(studies["smollm2"]["variants"])
+    served = {
+        name: study["variants"]
+        for name, study in studies.items()
+        if all(SERVED in variant for variant in study["variants"].values())
+    }
+    if served:
+        made["served"] = served_table(served)
+        made["served-tables"] = lookup_table(served)
     return made
 
 
@@ -146,12 +154,82 @@ def each_table(variants: Mapping[str, Study]) -> str:
     return _markdown(["variant", "zeros", "score", *shown], rows, left=3)
 
 
+def served_table(studies: Mapping[str, Mapping[str, Study]]) -> str:
+    """The default format in each arithmetic: means over the family's variants that learnt a text,
+    and over those that give answers; each variant of another study."""
+    rows: list[list[str]] = []
+    for title, variants in _served_together(studies):
+        kept = [v[SERVED] for v in variants]
+        whole = _average([k["whole"]["kl"] for k in kept])
+        answers = variants[0]["answers"]
+        for name, words in _ARITHMETIC.items():
+            kl = _average([k[name]["kl"] for k in kept])
+            exact = _average([k[name]["exact"] for k in kept] if answers else [])
+            rows.append(
+                [
+                    title,
+                    words,
+                    f"{sum(k['tokens'] for k in kept):,}",
+                    _number(_average([k[name]["nll"] for k in kept]), 4),
+                    _small(kl),
+                    f"{kl / whole - 1:+.2%}" if whole and name != "whole" else "–",
+                    _number(exact, 3),
+                ]
+            )
+    head = ["examined", "arithmetic", "tokens", "NLL", "KL", "KL, to whole", "exact match"]
+    return _markdown(head, rows, left=2)
+
+
+def lookup_table(studies: Mapping[str, Mapping[str, Study]]) -> str:
+    """The share of rows that needed more than one look-up table, float32 activations, by the kind
+    of the weight that they are multiplied with."""
+    rows = {kind: [title] for kind, title in _KINDS.items()}
+    for variants in studies.values():
+        for kind, row in rows.items():
+            each = [v[SERVED]["float32"]["tables"][kind] for v in variants.values()]
+            once, *more = (sum(count) for count in zip(*each, strict=True))
+            row.append(f"{sum(more) / (once + sum(more)):.1%}")
+    names = [_STUDIES.get(name, name) for name in studies]
+    return _markdown(["input of", *names], list(rows.values()), left=1)
+
+
+def _served_together(
+    studies: Mapping[str, Mapping[str, Study]],
+) -> list[tuple[str, list[Study]]]:
+    """Titles, and the variants that a mean is taken over."""
+    parts: list[tuple[str, list[Study]]] = []
+    for name, variants in studies.items():
+        if name == "family":
+            texts = [v for v in variants.values() if not v["answers"]]
+            skills = [v for v in variants.values() if v["answers"]]
+            parts += [("the family's texts", texts), ("the family's skills", skills)]
+        else:
+            parts += [(f"{_STUDIES.get(name, name)}, {v['title']}", [v]) for v in variants.values()]
+    return [(title, variants) for title, variants in parts if variants]
+
+
 def mean(variants: Sequence[Study], name: str, part: str) -> float:
     """The mean of a figure of one format over variants; NaN for none."""
-    values = [v["formats"][name][part] for v in variants]
+    return _average([v["formats"][name][part] for v in variants])
+
+
+def _average(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
+_STUDIES = {"family": "family", "smollm2": "SmolLM2"}
+_ARITHMETIC = {
+    "whole": "whole weights, float32",
+    "float32": "as served, float32",
+    "bfloat16": "as served, bfloat16",
+}
+_KINDS = {
+    "qkv": "q, k, v",
+    "o": "attention's output",
+    "gate_up": "gate, up",
+    "down": "down",
+    "head": "head",
+}
 _METRICS = {"exact": "exact match", "nll": "NLL"}
 _SIZE_HEAD = ["bytes", "of bf16", "error"]
 

@@ -16,9 +16,8 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from zen_jax.checkpoint.source import Source, open_source
-from zen_jax.delta.compress import compress_tensor, keep_vector
 from zen_jax.layout import unfuse
-from zen_jax.training import corpora, residual
+from zen_jax.training import corpora, residual, scoring
 from zen_jax.training.batches import Batch
 from zen_jax.training.finetune import TrainConfig, train
 from zen_jax.training.format_study.formats import FORMATS, LEVELS, REFERENCE, ZEROS, Format
@@ -32,6 +31,7 @@ LEARNING_RATE = 1e-4
 CORPUS = "german"
 ROWS, LENGTH = 8, 256
 HELD_OUT_WINDOWS = 16
+SERVED_ROWS = 8  # windows of each fine-tune that go through decode steps
 SEED = 20261130
 # The same update, made smaller: in bfloat16 most of it is rounded away, as in a short fine-tune.
 SMALLER = 0.1
@@ -176,13 +176,12 @@ def delta_parts(base: Tensors, tuned: Tensors) -> Tensors:
     """A fine-tune's delta in the default format: NAME.bits uint8[1, O, ceil(I / 8)] and NAME.scale
     float32[1, O] of each matrix, NAME float32[D] of each vector that changed."""
     parts: Tensors = {}
-    for name, start in base.items():
-        if start.ndim == 2:
-            delta, _ = compress_tensor(start, tuned[name])
+    for name, delta in scoring.one_bit_deltas(base, tuned).items():
+        if delta.bits is not None:
             parts[f"{name}.bits"] = np.asarray(delta.bits)
             parts[f"{name}.scale"] = np.asarray(delta.scale)
-        elif (dense := keep_vector(start, tuned[name]).dense) is not None:
-            parts[name] = np.asarray(dense)
+        elif delta.dense is not None:
+            parts[name] = np.asarray(delta.dense)
     return parts
 
 

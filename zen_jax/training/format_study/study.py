@@ -20,8 +20,11 @@ from zen_jax.config import ModelConfig
 from zen_jax.delta import compress, levels
 from zen_jax.training.format_study import codecs, measure
 from zen_jax.training.format_study.formats import Format, Tensors, share_of_zeros, store
-from zen_jax.training.format_study.measure import Examiner, Sheet
+from zen_jax.training.format_study.measure import Examiner, Marks, Sheet
 from zen_jax.training.residual import file_digest, float32_params
+
+# Of a variant in the results: what `zen_jax.training.format_study.served` measured.
+SERVED = "served"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +71,10 @@ class Results:
 
     def open(self, name: str, about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """A variant's measurements so far, by format; what is said about it is replaced."""
-        formats = self.variants.get(name, {}).get("formats", {})
-        self.variants[name] = {**about, "formats": formats}
-        return formats
+        measured = {"formats": {}, **self.variants.get(name, {})}
+        kept = {part: measured[part] for part in ("formats", SERVED) if part in measured}
+        self.variants[name] = {**about, **kept}
+        return kept["formats"]
 
     def save(self) -> None:
         """Writes the file: whole or not at all."""
@@ -134,9 +138,12 @@ def measure_format(subject: Subject, chosen: Format, examine: Examiner) -> dict[
     """One fine-tune in one format: bytes, error of the delta, and marks."""
     stored = store(chosen, subject.base, subject.tuned)
     marks = examine(float32_params(subject.config, stored.tensors))
+    return {"bytes": stored.nbytes, "error": _rounded(stored.error), **marks_kept(marks)}
+
+
+def marks_kept(marks: Marks) -> dict[str, float | None]:
+    """Marks as results keep them."""
     return {
-        "bytes": stored.nbytes,
-        "error": _rounded(stored.error),
         "nll": _rounded(marks.nll),
         "kl": _rounded(marks.kl),
         "exact": None if marks.exact is None else _rounded(marks.exact),
@@ -183,9 +190,11 @@ def publish(results: Results, about: Mapping[str, Any]) -> dict[str, Any]:
     """A study as docs/format.json keeps it: what was measured, without keys."""
     variants = {}
     for name, variant in results.variants.items():
-        formats = {
-            chosen: {part: value for part, value in marks.items() if part != "key"}
-            for chosen, marks in variant["formats"].items()
-        }
-        variants[name] = {**variant, "formats": formats}
+        formats = {chosen: _without_key(marks) for chosen, marks in variant["formats"].items()}
+        served = {SERVED: _without_key(variant[SERVED])} if SERVED in variant else {}
+        variants[name] = {**variant, "formats": formats, **served}
     return {**about, "variants": variants}
+
+
+def _without_key(marks: Mapping[str, Any]) -> dict[str, Any]:
+    return {part: value for part, value in marks.items() if part != "key"}
