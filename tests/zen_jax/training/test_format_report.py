@@ -140,15 +140,14 @@ def test_the_served_format_costs_no_quality() -> None:
         name: variant["served"]
         for each in studies.values()
         for name, variant in each["variants"].items()
-        if "served" in variant
     }
-    assert set(studies["family"]["variants"]) <= set(kept)
+    assert len(kept) == sum(len(each["variants"]) for each in studies.values())
     for name, marks in kept.items():
         whole, wide, narrow = (marks[part] for part in ("whole", "float32", "bfloat16"))
-        assert wide["kl"] == pytest.approx(whole["kl"], rel=0.005), name
+        assert wide["kl"] == pytest.approx(whole["kl"], rel=0.003), name
         assert wide["nll"] == pytest.approx(whole["nll"], abs=2e-4), name
         assert wide["exact"] == whole["exact"], name
-        assert narrow["nll"] == pytest.approx(whole["nll"], abs=2e-3), name
+        assert narrow["nll"] == pytest.approx(whole["nll"], abs=4e-3), name
 
 
 def test_each_variant(studies: dict[str, Any]) -> None:
