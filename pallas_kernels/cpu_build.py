@@ -24,8 +24,7 @@ import jax
 _log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parent
-_ROOMS = ("bitdelta_matmul", "prompt_attention")
-SOURCES = {room: ROOT / room / "cpu.cc" for room in _ROOMS}
+SOURCES = {kernel: ROOT / kernel / "cpu.cc" for kernel in ("bitdelta_matmul", "decode_attention")}
 # Without contraction, since a fused multiply-add where the source has none changes a sum's bits.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-w", "-shared", "-fPIC")
 _BUILD_S = 300

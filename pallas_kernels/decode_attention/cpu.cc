@@ -1,0 +1,335 @@
+// What a decode step does between its products, on the CPU, through XLA's FFI: RMSNorm, and one
+// token's attention to its row of the cache.
+//
+// XLA's own code for that turns whole caches about before it multiplies, reads all S positions of a
+// row, and is two dozen small programs a layer. Here a row's live positions are read once, a chunk
+// of them at a time. A row's sums run in an order that depends on its own position alone: it has
+// the same bits in any batch and with any number of threads, and in AVX-512, AVX2 or plain loops.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "cpu_threads.h"
+#include "xla/ffi/api/ffi.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kChunk = 128;            // positions whose weights are made and used together
+constexpr int64_t kParallelBytes = 1 << 17;  // of cache, below which one thread is faster
+constexpr int64_t kTasksPerThread = 4;
+constexpr float kLowest = -3.402823466e38f;
+
+// One layer's heads. `padded` is the size in whole lanes, `stride` the elements between positions.
+struct Heads {
+  int64_t group, size, padded, stride;
+  float scale;
+};
+
+// Up to 16 positions of one head's keys or values, and what will be read after them.
+template <typename T>
+struct Block {
+  const T* here;
+  const T* next;
+  int64_t count;
+};
+
+// Of some positions: the largest score and the sum of e^(score - largest).
+struct Softmax {
+  float largest, sum;
+};
+
+float across(const float* lanes) {
+  float sum[kLanes];
+  std::memcpy(sum, lanes, sizeof(sum));
+  for (int64_t width = kLanes / 2; width; width /= 2)
+    for (int64_t i = 0; i < width; i++) sum[i] += sum[i + width];
+  return sum[0];
+}
+
+float widen(uint16_t bfloat16) {
+  const uint32_t bits = uint32_t{bfloat16} << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// To the nearest, ties to even; a NaN stays one.
+void narrow(float value, uint16_t* bfloat16) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const bool nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+  *bfloat16 = nan ? (bits >> 16 | 0x40) : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+void narrow(float value, float* same) { *same = value; }
+
+// What there is of each kind of lanes.
+template <typename T>
+struct Code {
+  void (*attend_chunk)(const Heads&, const float*, const T*, const T*, int64_t, int64_t, float*,
+                       float*, Softmax*);
+  void (*combine)(const Heads&, float*, const Softmax*, int64_t, int64_t, float*);
+};
+
+#define ZEN_LANES ZEN_TARGET inline __attribute__((always_inline))
+namespace plain {
+#define ZEN_TARGET
+#include "cpu_lanes_plain.h"
+#include "cpu_attend.h"
+#undef ZEN_TARGET
+}  // namespace plain
+
+#if defined(__x86_64__)
+namespace avx2 {
+#define ZEN_TARGET __attribute__((target("avx2,fma")))
+#include "cpu_lanes_avx2.h"
+#include "cpu_attend.h"
+#undef ZEN_TARGET
+}  // namespace avx2
+
+namespace avx512 {
+#define ZEN_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#include "cpu_lanes_avx512.h"
+#include "cpu_attend.h"
+#undef ZEN_TARGET
+}  // namespace avx512
+#endif
+
+// The widest code that this processor runs, of those up to `level`: 0 plain, 1 AVX2, 2 AVX-512.
+template <typename T>
+Code<T> choose(int64_t level) {
+#if defined(__x86_64__)
+  static const bool has_avx512 =
+      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (has_avx512 && level >= 2) return avx512::code<T>();
+  if (has_avx2 && level >= 1) return avx2::code<T>();
+#endif
+  return plain::code<T>();
+}
+
+// x / sqrt(mean(x^2) + eps) times a weight, of `size` elements.
+void norm(const float* x, const float* weight, int64_t size, float eps, float* y) {
+  float lanes[kLanes] = {};
+  const int64_t whole = size / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes)
+    for (int64_t j = 0; j < kLanes; j++) lanes[j] += x[i + j] * x[i + j];
+  for (int64_t i = whole; i < size; i++) lanes[i - whole] += x[i] * x[i];
+  const float factor = 1.0f / std::sqrt(across(lanes) / size + eps);
+  for (int64_t i = 0; i < size; i++) y[i] = x[i] * factor * weight[i];
+}
+
+// Weights of a norm, `step` elements apart from row to row; 0 where all rows have one.
+struct Norm {
+  const float* weight;
+  int64_t step;
+};
+
+Norm norm_of(ffi::Buffer<ffi::F32>& weight) {  // [0, 1 or rows, size]
+  const auto dimensions = weight.dimensions();
+  return {dimensions[0] ? weight.typed_data() : nullptr, dimensions[0] > 1 ? dimensions[1] : 0};
+}
+
+struct Problem {
+  const float* qkv;  // [rows, kv_heads, group + 2, size]
+  const float* cos;  // [rows, size / 2]
+  const float* sin;
+  const int32_t* positions;  // [rows]
+  Norm q_norm, k_norm;
+  float eps;
+  int64_t window;     // positions seen, or 0 for all
+  int64_t rows, kv_heads, length;
+  Heads heads;
+  const float* queries;  // [rows, kv_heads, group, padded], turned
+  float* y;              // [rows, kv_heads, group, size]
+};
+
+// A head of row r, normed where the model does that, turned by its position's angles.
+void turn(const Problem& p, int64_t r, const float* head, const Norm& by, float* out) {
+  const int64_t half = p.heads.size / 2;
+  if (by.weight) {
+    norm(head, by.weight + r * by.step, p.heads.size, p.eps, out);
+    head = out;
+  }
+  const float *cos = p.cos + r * half, *sin = p.sin + r * half;
+  for (int64_t i = 0; i < half; i++) {
+    const float left = head[i], right = head[half + i];
+    out[i] = left * cos[i] - right * sin[i];
+    out[half + i] = right * cos[i] + left * sin[i];
+  }
+}
+
+// Every live row's queries, turned, in whole lanes; its new key and value go into the cache.
+template <typename T>
+std::vector<float> prepare(const Problem& p, T* k, T* v) {
+  const Heads& h = p.heads;
+  std::vector<float> queries(p.rows * p.kv_heads * h.group * h.padded), key(h.size);
+  for (int64_t r = 0; r < p.rows; r++) {
+    const int64_t position = p.positions[r];
+    if (position < 0 || position >= p.length) continue;
+    for (int64_t head = 0; head < p.kv_heads; head++) {
+      const int64_t unit = r * p.kv_heads + head;
+      const float* fused = p.qkv + unit * (h.group + 2) * h.size;
+      for (int64_t g = 0; g < h.group; g++)
+        turn(p, r, fused + g * h.size, p.q_norm, &queries[(unit * h.group + g) * h.padded]);
+      turn(p, r, fused + h.group * h.size, p.k_norm, key.data());
+      const float* value = fused + (h.group + 1) * h.size;
+      const int64_t at = (r * p.length + position) * h.stride + head * h.size;
+      for (int64_t i = 0; i < h.size; i++) {
+        narrow(key[i], k + at + i);
+        narrow(value[i], v + at + i);
+      }
+    }
+  }
+  return queries;
+}
+
+// Positions begin .. end - 1 of a row.
+struct Chunk {
+  int64_t row, begin, end;
+};
+
+// Every row's live positions, cut at multiples of kChunk, whatever the other rows are.
+std::vector<Chunk> chunks_of(const Problem& p) {
+  std::vector<Chunk> chunks;
+  for (int64_t r = 0; r < p.rows; r++) {
+    const int64_t end = int64_t{p.positions[r]} + 1;
+    if (end < 1 || end > p.length) continue;
+    int64_t begin = p.window ? std::max<int64_t>(0, end - p.window) : 0;
+    for (int64_t next; begin < end; begin = next) {
+      next = std::min(end, (begin / kChunk + 1) * kChunk);
+      chunks.push_back({r, begin, next});
+    }
+  }
+  return chunks;
+}
+
+// Attention of every row's queries to each of its chunks, apart; `sums` and `softmax` are
+// [chunks, kv heads, G, ...].
+template <typename T>
+void attend_chunks(const Problem& p, ffi::ThreadPool& pool, const Code<T>& code, const T* k,
+                   const T* v, const std::vector<Chunk>& chunks, float* sums, Softmax* softmax) {
+  const Heads& h = p.heads;
+  const int64_t count = chunks.size();
+  int64_t live = 0;
+  for (const Chunk& chunk : chunks) live += chunk.end - chunk.begin;
+  const bool alone = 2 * live * h.stride * int64_t{sizeof(T)} < kParallelBytes;
+  // With few chunks, a chunk's heads are shared out too.
+  const int64_t wanted = alone ? 1 : kTasksPerThread * pool.num_threads();
+  const int64_t parts = std::clamp<int64_t>(wanted / std::max<int64_t>(1, count), 1, p.kv_heads);
+  const int64_t share = (p.kv_heads + parts - 1) / parts;
+  zen::share_out(pool, count * parts, alone, [&](int64_t i) {
+    const Chunk& chunk = chunks[i / parts];
+    const int64_t head = i % parts * share, heads = std::min(share, p.kv_heads - head);
+    if (heads <= 0) return;
+    const int64_t at = (chunk.row * p.length + chunk.begin) * h.stride + head * h.size;
+    const int64_t of_row = (chunk.row * p.kv_heads + head) * h.group;
+    const int64_t of_chunk = (i / parts * p.kv_heads + head) * h.group;
+    thread_local std::vector<float> weights;
+    weights.resize(heads * h.group * kChunk);
+    code.attend_chunk(h, p.queries + of_row * h.padded, k + at, v + at, chunk.end - chunk.begin,
+                      heads, weights.data(), sums + of_chunk * h.padded, softmax + of_chunk);
+  });
+}
+
+template <typename T>
+void attend(Problem& p, ffi::ThreadPool& pool, int64_t level, T* k, T* v) {
+  const Heads& h = p.heads;
+  const int64_t heads = p.kv_heads * h.group;
+  const Code<T> code = choose<T>(level);
+  const std::vector<float> queries = prepare(p, k, v);
+  p.queries = queries.data();
+  const std::vector<Chunk> chunks = chunks_of(p);
+  const int64_t count = chunks.size();
+  std::vector<float> sums(count * heads * h.padded);
+  std::vector<Softmax> softmax(count * heads);
+  attend_chunks(p, pool, code, k, v, chunks, sums.data(), softmax.data());
+  std::fill(p.y, p.y + p.rows * heads * h.size, 0.0f);
+  for (int64_t first = 0, next; first < count; first = next) {
+    const int64_t row = chunks[first].row;
+    for (next = first; next < count && chunks[next].row == row;) next++;
+    for (int64_t n = 0; n < heads; n++)
+      code.combine(h, &sums[(first * heads + n) * h.padded], &softmax[first * heads + n],
+                   next - first, heads, p.y + (row * heads + n) * h.size);
+  }
+}
+
+ffi::Error attend_impl(ffi::ThreadPool pool, float eps, int64_t window, int64_t level,
+                       ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> cos,
+                       ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> positions, ffi::AnyBuffer k,
+                       ffi::AnyBuffer, ffi::Buffer<ffi::F32> q_norm, ffi::Buffer<ffi::F32> k_norm,
+                       ffi::ResultBuffer<ffi::F32> y, ffi::Result<ffi::AnyBuffer> k_out,
+                       ffi::Result<ffi::AnyBuffer> v_out) {
+  const auto qd = qkv.dimensions();
+  Problem p{};
+  p.qkv = qkv.typed_data();
+  p.cos = cos.typed_data();
+  p.sin = sin.typed_data();
+  p.positions = positions.typed_data();
+  p.q_norm = norm_of(q_norm);
+  p.k_norm = norm_of(k_norm);
+  p.eps = eps;
+  p.window = window;
+  p.rows = qd[0];
+  p.kv_heads = qd[1];
+  p.length = k.dimensions()[1];
+  p.heads.group = qd[2] - 2;
+  p.heads.size = qd[3];
+  p.heads.padded = (qd[3] + kLanes - 1) / kLanes * kLanes;
+  p.heads.stride = qd[1] * qd[3];
+  p.heads.scale = 1.0 / std::sqrt(static_cast<double>(qd[3]));
+  p.y = y->typed_data();
+  void *keys = k_out->untyped_data(), *values = v_out->untyped_data();
+  if (k.element_type() == ffi::BF16)
+    attend(p, pool, level, static_cast<uint16_t*>(keys), static_cast<uint16_t*>(values));
+  else
+    attend(p, pool, level, static_cast<float*>(keys), static_cast<float*>(values));
+  return ffi::Error::Success();
+}
+
+ffi::Error norm_impl(float eps, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
+                     ffi::ResultBuffer<ffi::F32> y) {
+  const int64_t size = x.dimensions().back(), rows = x.element_count() / size;
+  const Norm by = norm_of(weight);
+  for (int64_t r = 0; r < rows; r++)
+    norm(x.typed_data() + r * size, by.weight + r * by.step, size, eps, y->typed_data() + r * size);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ZenDecodeAttention, attend_impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<float>("eps")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("level")
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ZenRmsNorm, norm_impl,
+                              ffi::Ffi::Bind()
+                                  .Attr<float>("eps")
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());

@@ -1,0 +1,90 @@
+"""A decode step's norms and attention on the CPU: `cpu.cc` through XLA's FFI.
+
+Activations and cache in float32 or bfloat16; everything between is float32. The order of a row's
+sums depends on nothing but its own position, so a row's result has the same bits in any batch.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import cpu_build
+
+_TARGETS = {"zen_decode_attention": "ZenDecodeAttention", "zen_rms_norm": "ZenRmsNorm"}
+
+# The widest code that is run where the processor has it; the bits are the same.
+PLAIN, AVX2, AVX512 = 0, 1, 2
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the kernel was built and this process computes on the CPU."""
+    if jax.default_backend() != "cpu":
+        return False
+    library = cpu_build.load("decode_attention")
+    if library is None:
+        return False
+    for name, symbol in _TARGETS.items():
+        capsule = jax.ffi.pycapsule(getattr(library, symbol))
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    return True
+
+
+def takes(x: jax.Array, cache: jax.Array | None = None) -> bool:
+    """Whether the kernel has a form for activations, and a cache, of these dtypes."""
+    known = (jnp.bfloat16, jnp.float32)
+    return x.dtype in known and (cache is None or cache.dtype in known)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """As `reference.rms_norm`: x[B, D], float32 or bfloat16, by float32[B or 1, D]."""
+    call = jax.ffi.ffi_call("zen_rms_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x.astype(jnp.float32), weight, eps=np.float32(eps)).astype(x.dtype)
+
+
+def decode_attention(
+    qkv: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    eps: float = 0.0,
+    window: int | None = None,
+    level: int = AVX512,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `reference.decode_attention`, in place where the cache is donated.
+
+    Args:
+      qkv: float32 or bfloat16[B, K, G + 2, H].
+      k: float32 or bfloat16[B, S, K, H].
+      v: likewise.
+      positions: int32[B].
+      angles: float32[B, H / 2] each.
+      norms: float32[B or 1, H] each.
+      eps: of the norms.
+      window: positions seen, or None.
+      level: the widest code to run.
+    """
+    batch, kv_heads, group, size = qkv.shape
+    absent = jnp.zeros((0, size), jnp.float32)
+    out = (
+        jax.ShapeDtypeStruct((batch, kv_heads, group - 2, size), jnp.float32),
+        jax.ShapeDtypeStruct(k.shape, k.dtype),
+        jax.ShapeDtypeStruct(v.shape, v.dtype),
+    )
+    call = jax.ffi.ffi_call("zen_decode_attention", out, input_output_aliases={4: 1, 5: 2})
+    y, k, v = call(
+        qkv.astype(jnp.float32),
+        *angles,
+        positions,
+        k,
+        v,
+        *((absent, absent) if norms is None else norms),
+        eps=np.float32(eps),
+        window=np.int64(window or 0),
+        level=np.int64(level),
+    )
+    return y.astype(qkv.dtype), k, v

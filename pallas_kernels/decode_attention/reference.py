@@ -1,0 +1,111 @@
+"""What a decode step does between its products, in plain jax.numpy: the specification.
+
+Letters: B rows, S cache, K kv heads, G query heads a kv head, H head size, D any size.
+"""
+
+import jax
+import jax.numpy as jnp
+
+_MASKED = -1e30
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) times a weight (arXiv:1910.07467).
+
+    Args:
+      x: float[..., D].
+      weight: float32, broadcast to x.
+      eps: added to the mean square.
+
+    Returns:
+      x's shape and dtype; inside float32.
+    """
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * weight).astype(x.dtype)
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns heads by the angles of their positions (arXiv:2104.09864).
+
+    Args:
+      x: float[*lead, ..., H]; pairs are (i, i + H / 2).
+      angles: cosine and sine, float32[*lead, H / 2].
+
+    Returns:
+      x's shape and dtype; inside float32.
+    """
+    between = x.ndim - angles[0].ndim
+    cos, sin = (a.reshape(*a.shape[:-1], *(1,) * between, a.shape[-1]) for a in angles)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def decode_attention(
+    qkv: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    eps: float = 0.0,
+    window: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One token a row: its key and value go into the cache, its queries look at what is there.
+
+    Queries and the key are normed where `norms` are given, then turned. A row sees positions 0 to
+    its own, of these the last `window` when given; what lies elsewhere, be it NaN, has no effect. A
+    row whose position is outside 0..S-1 sees nothing: it writes nothing and its result is zero.
+
+    Args:
+      qkv: float[B, K, G + 2, H]: a kv head's queries, its key, its value.
+      k: float[B, S, K, H], the cache's keys, turned already.
+      v: float[B, S, K, H].
+      positions: int32[B], the token's own.
+      angles: cosine and sine of `positions`, float32[B, H / 2].
+      norms: weights of the RMSNorm of each query and key, float32[B or 1, H].
+      eps: of that norm.
+      window: how many positions are seen, the token's own counted; None: all.
+
+    Returns:
+      [B, K, G, H] in qkv's dtype, and the cache's keys and values with the token's written.
+      Scores and sums are float32.
+    """
+    q, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    if norms is not None:
+        q = rms_norm(q, norms[0][:, None, None], eps)
+        key = rms_norm(key, norms[1][:, None], eps)
+    q, key = rotate(q, angles), rotate(key, angles)
+    rows, size = jnp.arange(qkv.shape[0]), k.shape[1]
+    live = (positions >= 0) & (positions < size)
+    at = jnp.where(live, positions, size)
+    k = k.at[rows, at].set(key.astype(k.dtype), mode="drop")
+    v = v.at[rows, at].set(value.astype(v.dtype), mode="drop")
+    distance = positions[:, None] - jnp.arange(size)
+    seen = live[:, None] & (distance >= 0)
+    if window is not None:
+        seen &= distance < window
+    y = _weighted(q, k.astype(q.dtype), v.astype(q.dtype), seen)
+    return jnp.where(live[:, None, None, None], y, 0.0).astype(qkv.dtype), k, v
+
+
+def _weighted(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """Softmax attention of q[B, K, G, H] to k and v[B, S, K, H] where seen[B, S] -> float32."""
+    scores = jnp.einsum(
+        "bkgh,bskh->bkgs",
+        q,
+        k,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    scores = jnp.where(seen[:, None, None], scores * q.shape[-1] ** -0.5, _MASKED)
+    weights = jax.nn.softmax(scores, axis=-1)
+    v = jnp.where(seen[..., None, None], v, 0.0)  # 0 times NaN is NaN
+    return jnp.einsum(
+        "bkgs,bskh->bkgh",
+        weights.astype(v.dtype),
+        v,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
