@@ -24,7 +24,8 @@ import jax
 _log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parent
-SOURCES = {kernel: ROOT / kernel / "cpu.cc" for kernel in ("bitdelta_matmul", "decode_attention")}
+_ROOMS = ("bitdelta_matmul", "decode_attention", "prompt_attention")
+SOURCES = {room: ROOT / room / "cpu.cc" for room in _ROOMS}
 # Without contraction, since a fused multiply-add where the source has none changes a sum's bits.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-w", "-shared", "-fPIC")
 _BUILD_S = 300
