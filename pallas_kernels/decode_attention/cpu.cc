@@ -13,22 +13,19 @@
 #include <type_traits>
 #include <vector>
 
+#include "cpu_lanes.h"
 #include "cpu_threads.h"
 #include "xla/ffi/api/ffi.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int64_t kLanes = 16;
+using namespace zen;
+
 constexpr int64_t kChunk = 128;            // positions whose weights are made and used together
 constexpr int64_t kParallelBytes = 1 << 17;  // of cache, below which one thread is faster
 constexpr int64_t kTasksPerThread = 4;
-constexpr float kLowest = -3.402823466e38f;
 
 // One layer's heads. `padded` is the size in whole lanes, `stride` the elements between positions.
 struct Heads {
@@ -49,21 +46,6 @@ struct Softmax {
   float largest, sum;
 };
 
-float across(const float* lanes) {
-  float sum[kLanes];
-  std::memcpy(sum, lanes, sizeof(sum));
-  for (int64_t width = kLanes / 2; width; width /= 2)
-    for (int64_t i = 0; i < width; i++) sum[i] += sum[i + width];
-  return sum[0];
-}
-
-float widen(uint16_t bfloat16) {
-  const uint32_t bits = uint32_t{bfloat16} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
 // To the nearest, ties to even; a NaN stays one.
 void narrow(float value, uint16_t* bfloat16) {
   uint32_t bits;
@@ -81,10 +63,10 @@ struct Code {
   void (*combine)(const Heads&, float*, const Softmax*, int64_t, int64_t, float*);
 };
 
-#define ZEN_LANES ZEN_TARGET inline __attribute__((always_inline))
 namespace plain {
 #define ZEN_TARGET
 #include "cpu_lanes_plain.h"
+#include "cpu_exponential.h"
 #include "cpu_attend.h"
 #undef ZEN_TARGET
 }  // namespace plain
@@ -93,6 +75,7 @@ namespace plain {
 namespace avx2 {
 #define ZEN_TARGET __attribute__((target("avx2,fma")))
 #include "cpu_lanes_avx2.h"
+#include "cpu_exponential.h"
 #include "cpu_attend.h"
 #undef ZEN_TARGET
 }  // namespace avx2
@@ -100,23 +83,21 @@ namespace avx2 {
 namespace avx512 {
 #define ZEN_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #include "cpu_lanes_avx512.h"
+#include "cpu_exponential.h"
 #include "cpu_attend.h"
 #undef ZEN_TARGET
 }  // namespace avx512
 #endif
 
-// The widest code that this processor runs, of those up to `level`: 0 plain, 1 AVX2, 2 AVX-512.
 template <typename T>
 Code<T> choose(int64_t level) {
+  switch (widest(level)) {
 #if defined(__x86_64__)
-  static const bool has_avx512 =
-      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (has_avx512 && level >= 2) return avx512::code<T>();
-  if (has_avx2 && level >= 1) return avx2::code<T>();
+    case kAvx512: return avx512::code<T>();
+    case kAvx2: return avx2::code<T>();
 #endif
-  return plain::code<T>();
+    default: return plain::code<T>();
+  }
 }
 
 // x / sqrt(mean(x^2) + eps) times a weight, of `size` elements.
@@ -229,7 +210,7 @@ void attend_chunks(const Problem& p, ffi::ThreadPool& pool, const Code<T>& code,
   const int64_t wanted = alone ? 1 : kTasksPerThread * pool.num_threads();
   const int64_t parts = std::clamp<int64_t>(wanted / std::max<int64_t>(1, count), 1, p.kv_heads);
   const int64_t share = (p.kv_heads + parts - 1) / parts;
-  zen::share_out(pool, count * parts, alone, [&](int64_t i) {
+  share_out(pool, count * parts, alone, [&](int64_t i) {
     const Chunk& chunk = chunks[i / parts];
     const int64_t head = i % parts * share, heads = std::min(share, p.kv_heads - head);
     if (heads <= 0) return;

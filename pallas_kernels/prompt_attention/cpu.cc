@@ -11,24 +11,21 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu_lanes.h"
 #include "cpu_threads.h"
 #include "xla/ffi/api/ffi.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int64_t kLanes = 16;
+using namespace zen;
+
 constexpr int kTile = 4;                         // registers of keys, or of a value, worked on at once
 constexpr int64_t kKeys = kTile * kLanes;
 constexpr int64_t kRows = 6;                     // queries worked on at once
 constexpr int64_t kTask = 8 * kRows;             // queries of one task
 constexpr int64_t kParallelWork = 1 << 16;       // products below which one thread is faster
-constexpr float kLowest = -3.402823466e38f;
 
 // One layer's heads; `padded` is the size in whole lanes.
 struct Shape {
@@ -42,26 +39,9 @@ struct Row {
   float total[kLanes] = {};
 };
 
-float across(const float* lanes) {
-  float sum[kLanes];
-  std::memcpy(sum, lanes, sizeof(sum));
-  for (int64_t width = kLanes / 2; width; width /= 2)
-    for (int64_t i = 0; i < width; i++) sum[i] += sum[i + width];
-  return sum[0];
-}
-
-float widen(uint16_t bfloat16) {
-  const uint32_t bits = uint32_t{bfloat16} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-float widen(float same) { return same; }
-
 using Attend = void (*)(int64_t, const Shape&, const float* const*, const int64_t*, const float*,
                         const float*, float*, float* const*);
 
-#define ZEN_LANES ZEN_TARGET inline __attribute__((always_inline))
 namespace plain {
 #define ZEN_TARGET
 #include "cpu_lanes_plain.h"
@@ -88,17 +68,14 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-// The widest code that this processor runs, of those up to `level`: 0 plain, 1 AVX2, 2 AVX-512.
 Attend choose(int64_t level) {
+  switch (widest(level)) {
 #if defined(__x86_64__)
-  static const bool has_avx512 =
-      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (has_avx512 && level >= 2) return avx512::attend_some;
-  if (has_avx2 && level >= 1) return avx2::attend_some;
+    case kAvx512: return avx512::attend_some;
+    case kAvx2: return avx2::attend_some;
 #endif
-  return plain::attend_some;
+    default: return plain::attend_some;
+  }
 }
 
 struct Problem {
@@ -187,14 +164,14 @@ void attend_all(const Problem& p, ffi::ThreadPool& pool, int64_t level, const T*
     return Head{at, at + room * s.size};
   };
   const bool alone = work < kParallelWork;
-  zen::share_out(pool, p.chunks * p.kv_heads, alone, [&](int64_t i) {
+  share_out(pool, p.chunks * p.kv_heads, alone, [&](int64_t i) {
     const int64_t c = i / p.kv_heads, head = i % p.kv_heads;
     if (p.queries(c)) bring(p, c, head, k, v, of(c, head));
   });
   // The last queries see most: they are begun first.
   const int64_t tasks = (p.tokens * s.group + kTask - 1) / kTask;
   const Attend attend = choose(level);
-  zen::share_out(pool, tasks * p.chunks * p.kv_heads, alone, [&](int64_t i) {
+  share_out(pool, tasks * p.chunks * p.kv_heads, alone, [&](int64_t i) {
     const int64_t unit = i % (p.chunks * p.kv_heads), c = unit / p.kv_heads, head = unit % p.kv_heads;
     const int64_t begin = (tasks - 1 - i / (p.chunks * p.kv_heads)) * kTask;
     const int64_t end = std::min(begin + kTask, p.queries(c) * s.group);
