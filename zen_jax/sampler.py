@@ -13,7 +13,7 @@ Letters: B rows, V vocabulary, n rows of one call.
 """
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
@@ -36,6 +36,9 @@ _CANDIDATES = 256
 
 # Tokens of a block: a draw chooses a block, then a token of it, which takes V / 128 + 128 noises.
 _BLOCK = 128
+
+# Positions of a prompt whose logits are there at a time.
+_TILE = 16
 
 # An index that is in no vocabulary: what is written there is dropped.
 _NOWHERE = np.iinfo(np.int32).max
@@ -79,7 +82,14 @@ class RowSampling:
 
     @classmethod
     def of(
-        cls, params: SamplingParams, seed: int, *, prompt: int, stops: Set[int], sample: int = 0
+        cls,
+        params: SamplingParams,
+        seed: int,
+        *,
+        prompt: int,
+        stops: Set[int],
+        sample: int = 0,
+        end: int = _NOWHERE,
     ) -> "RowSampling":
         """One row's settings as NumPy arrays, B = 1.
 
@@ -90,6 +100,7 @@ class RowSampling:
             is computed again after its row was taken away keeps these settings.
           stops: all tokens that end the answer, the model's own among them unless ignored.
           sample: which of the request's samples this is.
+          end: tokens of prompt and answer together that there is room for.
 
         Raises:
           ValueError: more than 128 tokens end the answer.
@@ -103,7 +114,7 @@ class RowSampling:
             *np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32),
             sample,
             min(prompt + params.min_tokens, _NOWHERE),
-            min(prompt + params.max_tokens - 1, _NOWHERE),
+            min(prompt + params.max_tokens, end) - 1,
             params.logprobs is not None,
         )
         row.reals[0, : len(_REALS)] = (
@@ -160,29 +171,52 @@ class RowSampling:
         """bool[B], whether the counts of tokens matter to a row."""
         return (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
 
-    def take(self, rows: Array) -> "RowSampling":
-        """The settings of some rows, int32[n]."""
-        return RowSampling(self.reals[rows], self.whole[rows])
+    def only(self, ran: jax.Array) -> "RowSampling":
+        """The settings, but rows that do not run, bool[B], ask for nothing and so cost nothing."""
+        return jax.tree.map(lambda own, off: jnp.where(ran[:, None], own, off), self, _neutral())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of probabilities by the raw logits. L is 20, or V if that is less.
+
+    Attributes:
+      own: float32[*], of given tokens.
+      top_ids: int32[*, L], the likeliest tokens, the likeliest first, of equals the lowest id.
+      top: float32[*, L], theirs.
+    """
+
+    own: Array
+    top_ids: Array
+    top: Array
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], vocab_size: int) -> "Logprobs":
+        """What stands for log-probabilities that nobody asked for."""
+        top = (*shape, min(MAX_LOGPROBS, vocab_size))
+        return cls(
+            jnp.zeros(shape, jnp.float32), jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32)
+        )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What was chosen for n rows. L is 20, or V if that is less.
+    """What was chosen for n rows.
 
     Attributes:
       token: int32[n].
       ended: bool[n], whether it ends the answer: a stop token, or the last of max_tokens.
-      logprob: float32[n], the natural logarithm of the token's probability by the raw logits.
-      top_ids: int32[n, L], the likeliest tokens by the raw logits, the likeliest first.
-      top_logprobs: float32[n, L], theirs. This and the two above are 0 unless some row asks.
+      logprobs: of the tokens, [n]; 0 unless some row asks.
+      prompt: of the tokens of a prompt that were read in the same call, [n, T], each the one that
+        comes after a position; 0 unless some row asks. None where no prompt was read.
     """
 
     token: Array
     ended: Array
-    logprob: Array
-    top_ids: Array
-    top_logprobs: Array
+    logprobs: Logprobs
+    prompt: Logprobs | None = None
 
 
 def init_seen(rows: int, vocab_size: int) -> jax.Array:
@@ -191,33 +225,14 @@ def init_seen(rows: int, vocab_size: int) -> jax.Array:
     return jnp.zeros((rows, vocab_size), jnp.int32)
 
 
-def seat(
-    rows: RowSampling, seen: jax.Array, row: jax.Array, new: RowSampling
-) -> tuple[RowSampling, jax.Array]:
-    """Gives a row to a request: its settings, and counts of 0.
+def start(seen: jax.Array, rows: jax.Array) -> jax.Array:
+    """Counts of 0 for rows that begin a request.
 
     Args:
-      rows: of B rows.
       seen: int32[B, V].
-      row: int32 scalar, 0 to B - 1.
-      new: B = 1, from `RowSampling.of`.
+      rows: int32[n]; one that is not 0 to B - 1 is none.
     """
-
-    def put(old: jax.Array, value: jax.Array) -> jax.Array:
-        return old.at[row].set(value[0])
-
-    return jax.tree.map(put, rows, new), seen.at[row].set(0)
-
-
-def vacate(rows: RowSampling, row: jax.Array) -> RowSampling:
-    """Makes a row ask for nothing again, so that it costs no later step anything.
-
-    Args:
-      rows: of B rows.
-      row: int32 scalar; one outside 0 to B - 1 changes nothing.
-    """
-    row = jnp.where(row < 0, rows.whole.shape[0], row)
-    return jax.tree.map(lambda old, value: old.at[row].set(value[0], mode="drop"), rows, _neutral())
+    return seen.at[jnp.where(rows < 0, seen.shape[0], rows)].set(0, mode="drop")
 
 
 def count(
@@ -252,7 +267,7 @@ def sample(
 
     Args:
       logits: float32[n, V]; -inf for tokens that a row's model does not have.
-      rows: settings of the n rows.
+      rows: settings of the n rows; `only` those that run.
       seen: int32[B, V], counts of all rows.
       positions: int32[n], the position that the token takes in its sequence, prompt included.
       at: int32[n], which of the B rows these are; None for all of them in order.
@@ -269,24 +284,54 @@ def sample(
     asked = rows.penalised | (rows.biased[:, 0] < _NOWHERE) | early
     token = jax.lax.cond(jnp.any(asked), changed, lambda: _choose(logits, rows, positions))
     ended = jnp.any(rows.stops == token[:, None], axis=1) | (positions >= rows.last)
-    return Sampled(token, ended, *_logprobs(logits, rows, token))
+    logprobs = jax.lax.cond(
+        jnp.any(rows.wanted > 0),
+        lambda: token_logprobs(logits, token),
+        lambda: Logprobs.zeros(token.shape, logits.shape[1]),
+    )
+    return Sampled(token, ended, logprobs)
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Natural logarithms of probabilities: of given tokens, and of the likeliest.
+def token_logprobs(logits: jax.Array, tokens: jax.Array) -> Logprobs:
+    """Log-probabilities of tokens, and of the likeliest in their places.
 
     Args:
-      logits: float32[n, V].
-      tokens: int32[n].
-
-    Returns:
-      float32[n] of the tokens; int32[n, L] the L likeliest, the likeliest first; float32[n, L]
-      theirs. L is 20, or V if that is less.
+      logits: float32[*, V].
+      tokens: int32[*].
     """
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    values, ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
-    own = jnp.take_along_axis(logits, tokens[:, None], axis=1) - total
-    return own[:, 0], ids, values - total
+    values, ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    own = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - total
+    return Logprobs(own[..., 0], ids, values - total)
+
+
+def prompt_logprobs(
+    logits_of: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array
+) -> Logprobs:
+    """Log-probabilities of a prompt's tokens, [n, T], some positions at a time.
+
+    Logits of all positions at once would be V floats for each of them.
+
+    Args:
+      logits_of: hidden states [n, t, D] -> float32[n, t, V], each position for itself.
+      hidden: [n, T, D].
+      targets: int32[n, T], the token that comes after each position.
+    """
+    length = targets.shape[1]
+    tile = min(_TILE, length)
+
+    def tiles(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, -length % tile), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, tile, *x.shape[2:]), 1, 0)
+
+    def together(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+    found = jax.lax.map(
+        lambda part: token_logprobs(logits_of(part[0]), part[1]), (tiles(hidden), tiles(targets))
+    )
+    return jax.tree.map(together, found)
 
 
 def _neutral() -> RowSampling:
@@ -297,21 +342,6 @@ def _neutral() -> RowSampling:
     whole[0, : len(_WHOLE)] = 0
     whole[0, _WHOLE.index("last")] = _NOWHERE
     return RowSampling(reals, whole)
-
-
-def _logprobs(
-    logits: jax.Array, rows: RowSampling, token: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`token_logprobs` where some row asks for them, else zeros."""
-    n, kept = logits.shape[0], min(MAX_LOGPROBS, logits.shape[1])
-    nothing = (
-        jnp.zeros((n,), jnp.float32),
-        jnp.zeros((n, kept), jnp.int32),
-        jnp.zeros((n, kept), jnp.float32),
-    )
-    return jax.lax.cond(
-        jnp.any(rows.wanted > 0), lambda: token_logprobs(logits, token), lambda: nothing
-    )
 
 
 def _change(

@@ -108,7 +108,7 @@ class SamplingParams:
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2"),
             (
                 "min_tokens",
-                0 <= self.min_tokens <= self.max_tokens,
+                0 <= self.min_tokens <= max(self.max_tokens, 0),
                 f"0 to max_tokens, {self.max_tokens}",
             ),
             ("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
@@ -131,6 +131,7 @@ def _of_stops(ids: Sequence[int], texts: Sequence[str], most: int) -> Iterator[I
     """What is wrong with stop tokens and stop strings; `most` is the highest token id."""
     if len(ids) > MAX_STOP_IDS:
         yield InvalidSampling("stop_token_ids", f"are {len(ids)}; expected {MAX_STOP_IDS} at most")
+        ids = ()
     for i, token in enumerate(ids):
         if not 0 <= token <= most:
             text = f"is {token}; expected token ids, 0 to {most}"
@@ -138,7 +139,8 @@ def _of_stops(ids: Sequence[int], texts: Sequence[str], most: int) -> Iterator[I
             break
     if len(texts) > MAX_STOPS:
         yield InvalidSampling("stop", f"has {len(texts)} strings; expected {MAX_STOPS} at most")
-    for i, text in enumerate(texts[:MAX_STOPS]):
+        texts = ()
+    for i, text in enumerate(texts):
         try:
             size = len(text.encode())
         except UnicodeEncodeError:

@@ -18,7 +18,6 @@ GREEDY = replace(FREE, temperature=0)
 SAMPLE = jax.jit(sampler.sample)
 COUNT = jax.jit(sampler.count)
 LONGEST = 64
-SEAT = jax.jit(sampler.seat)
 
 
 class Row:
@@ -52,9 +51,10 @@ class Row:
 
 def batch(rows: Sequence[Row], vocab: int) -> tuple[RowSampling, jax.Array]:
     """Settings and counts of some rows, as an engine makes them."""
-    settings, seen = RowSampling.empty(len(rows)), sampler.init_seen(len(rows), vocab)
+    each = [row.settings() for row in rows]
+    settings = jax.tree.map(lambda *leaves: np.concatenate(leaves), *each)
+    seen = sampler.init_seen(len(rows), vocab)
     for i, row in enumerate(rows):
-        settings, seen = SEAT(settings, seen, np.int32(i), row.settings())
         tokens, made, at = (
             np.zeros(LONGEST, np.int32),
             np.zeros(LONGEST, bool),
@@ -256,7 +256,8 @@ def test_a_few_rows_of_a_batch_take_what_they_take_in_it(company: Any) -> None:
     settings, seen = batch(rows, logits.shape[1])
     for at in (np.array([16, 9, 30], np.int32), np.array([11, 17, 2], np.int32)):
         positions = np.array([rows[i].position for i in at], np.int32)
-        got = SAMPLE(logits[at], settings.take(at), seen, positions, at)
+        some = RowSampling(settings.reals[at], settings.whole[at])
+        got = SAMPLE(logits[at], some, seen, positions, at)
         assert got.token.tolist() == [alone[i] for i in at]
 
 
@@ -302,17 +303,16 @@ def test_counts_leave_other_rows_alone_and_start_afresh() -> None:
     assert not seen[1].any(), "nothing is counted without penalties"
     nowhere = jnp.array([-1, 2, 7])
     assert (COUNT(seen, settings, nowhere, jnp.array([1, 2, 3]), nowhere > 0) == seen).all()
-    settings, seen = SEAT(settings, seen, jnp.int32(0), Row(penalised).settings())
-    assert not seen.any()
+    assert (sampler.start(seen, nowhere) == seen.at[2:].set(0)).all()
+    assert not sampler.start(seen, jnp.array([0])).any()
 
 
 def test_counting_again_after_a_row_was_taken_away_gives_the_same() -> None:
     """In chunks of other lengths, in another row."""
     row = Row(replace(FREE, frequency_penalty=1.0), (1, 2, 3, 2), (2, 4, 4, 1, 0))
     _, want = batch([row], 6)
-    settings, seen = SEAT(
-        RowSampling.empty(3), sampler.init_seen(3, 6), jnp.int32(2), row.settings()
-    )
+    settings, seen = batch([Row(FREE), Row(FREE), row], 6)
+    seen = sampler.start(seen, jnp.array([2]))
     tokens = jnp.array([*row.prompt, *row.answer])
     made = jnp.arange(9) >= 4
     for part in (slice(0, 3), slice(3, 6), slice(6, 9)):
@@ -321,16 +321,13 @@ def test_counting_again_after_a_row_was_taken_away_gives_the_same() -> None:
     assert seen[2].tolist() == want[0].tolist()
 
 
-def test_a_vacated_row_asks_for_nothing() -> None:
+def test_rows_that_do_not_run_ask_for_nothing() -> None:
     settings, _ = batch([Row(p, PROMPT, ANSWER) for p in EACH.values()], 12)
-    for i in range(len(EACH)):
-        settings = sampler.vacate(settings, jnp.int32(i))
+    none = settings.only(jnp.zeros(len(EACH), bool))
     empty = RowSampling.empty(len(EACH))
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), settings, empty))
-    full, _ = batch([Row(EACH["everything"])], 12)
-    for row in (-1, 1):
-        same = sampler.vacate(full, jnp.int32(row))
-        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), full, same))
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), none, empty))
+    one = settings.only(jnp.arange(len(EACH)) == 3)
+    assert (one.whole[3] == settings.whole[3]).all() and one.top_k.sum() == settings.top_k[3] == 3
 
 
 def test_an_answer_ends_at_a_stop_token_or_its_last() -> None:
@@ -345,6 +342,13 @@ def test_an_answer_ends_at_a_stop_token_or_its_last() -> None:
         Row(replace(GREEDY, max_tokens=2**31 - 1), (1, 2)),
     ]
     assert choose(logits, rows).ended.tolist() == [False, True, True, True, False]
+
+
+def test_an_answer_ends_where_there_is_no_more_room() -> None:
+    row = RowSampling.of(GREEDY, 0, prompt=10, stops=set(), end=12)
+    logits, seen = np.zeros((1, 300), np.float32), sampler.init_seen(1, 300)
+    ended = [bool(SAMPLE(logits, row, seen, np.array([at], np.int32)).ended[0]) for at in (10, 11)]
+    assert ended == [False, True]
 
 
 def test_too_many_ends_are_refused() -> None:
@@ -363,18 +367,34 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     exact = logits.astype(np.float64)
     exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
     own = exact[np.arange(3), np.asarray(got.token)]
-    np.testing.assert_allclose(got.logprob, own, atol=1e-5)
+    np.testing.assert_allclose(got.logprobs.own, own, atol=1e-5)
     order = np.argsort(-exact, axis=1, kind="stable")[:, :20]
-    assert np.array_equal(got.top_ids, order)
-    np.testing.assert_allclose(got.top_logprobs, np.take_along_axis(exact, order, 1), atol=1e-5)
+    assert np.array_equal(got.logprobs.top_ids, order)
+    np.testing.assert_allclose(got.logprobs.top, np.take_along_axis(exact, order, 1), atol=1e-5)
     without = choose(logits, [Row(FREE)] * 3)
-    assert not without.logprob.any() and not without.top_logprobs.any()
+    assert not without.logprobs.own.any() and not without.logprobs.top.any()
 
 
 def test_a_small_vocabulary_has_fewer_likeliest() -> None:
     got = choose(np.zeros((1, 7), np.float32), [Row(replace(GREEDY, logprobs=20))])
-    assert got.top_ids.tolist() == [list(range(7))]
-    np.testing.assert_allclose(got.top_logprobs, np.full((1, 7), -np.log(7)), atol=1e-6)
+    assert got.logprobs.top_ids.tolist() == [list(range(7))]
+    np.testing.assert_allclose(got.logprobs.top, np.full((1, 7), -np.log(7)), atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [5, 16, 37])
+def test_a_prompts_logprobs_are_those_of_a_full_forward(length: int) -> None:
+    rng = np.random.default_rng(length)
+    hidden = rng.normal(0, 1, (2, length, 6)).astype(np.float32)
+    head = rng.normal(0, 1, (6, 50)).astype(np.float32)
+    targets = rng.integers(0, 50, (2, length)).astype(np.int32)
+    got = jax.jit(lambda h, t: sampler.prompt_logprobs(lambda x: x @ head, h, t))(hidden, targets)
+    exact = hidden.astype(np.float64) @ head
+    exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+    own = np.take_along_axis(exact, targets[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(got.own, own, atol=1e-5)
+    order = np.argsort(-exact, axis=-1, kind="stable")[..., :20]
+    assert np.array_equal(got.top_ids, order)
+    np.testing.assert_allclose(got.top, np.take_along_axis(exact, order, -1), atol=1e-5)
 
 
 # What a plain step does not do.
