@@ -23,9 +23,10 @@ from grpc_reflection.v1alpha import reflection
 from jax.sharding import Mesh
 
 from server.admin import VariantService
+from server.incoming import Limits
 from server.loader import Loader
 from server.router import Router
-from server.service import GenerateService, Limits
+from server.service import GenerateService
 from server.status import ErrorInterceptor
 from server.worker import Worker
 from zen.v1 import generate_pb2, generate_pb2_grpc, variants_pb2, variants_pb2_grpc

@@ -9,11 +9,12 @@ import sys
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from server import console
+from server import sampling_options as choice
 
 app = typer.Typer(
     name="zen",
@@ -126,22 +127,35 @@ def list_store(store: StorePath, as_json: AsJson = False) -> None:
 
 @app.command(epilog="Example: zen generate ./store zen4-upper table river --chat")
 def generate(
+    context: typer.Context,
     store: StorePath,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A variant's name, or base.")],
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue.")],
     chat: Annotated[bool, typer.Option(help="Take each prompt as a message.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among so many tokens; 0 for all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among this probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed, the same answer.")] = None,
+    max_tokens: choice.MaxTokens = 64,
+    temperature: choice.Temperature = 0.0,
+    top_k: choice.TopK = None,
+    top_p: choice.TopP = None,
+    min_p: choice.MinP = None,
+    seed: choice.Seed = None,
+    repetition_penalty: choice.Repetition = None,
+    presence_penalty: choice.Presence = None,
+    frequency_penalty: choice.Frequency = None,
+    logit_bias: choice.Bias = None,
+    min_tokens: choice.MinTokens = None,
+    stop: choice.Stop = None,
+    stop_token_ids: choice.StopTokens = None,
+    ignore_eos: choice.IgnoreEos = False,
+    n: choice.Samples = None,
+    logprobs: choice.Logprobs = None,
+    prompt_logprobs: choice.PromptLogprobs = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer prompts from a store in this process, without a server."""
     from server.commands import generate as command
     from zen_jax.sampling import SamplingParams
 
-    sampling = SamplingParams(max_tokens, temperature, top_k, top_p, seed)
+    sampling = SamplingParams(**choice.given(context.params))
     command.run(store, model, prompts, sampling, chat=chat, as_json=as_json)
 
 
@@ -191,6 +205,7 @@ def serve(
 
 @app.command(epilog="Example: zen client zen4-coder 'def ' --max-tokens 64 --temperature 0")
 def client(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="A variant's name, or base.")
     ] = None,
@@ -200,16 +215,27 @@ def client(
     address: Address = "127.0.0.1:50051",
     list_: Annotated[bool, typer.Option("--list", help="List the server's variants.")] = False,
     chat: Annotated[bool, typer.Option(help="Send the prompt as a message.")] = False,
-    max_tokens: Annotated[int | None, typer.Option(help="The most tokens to generate.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample among this probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed, the same answer.")] = None,
+    max_tokens: choice.MaxTokens = None,
+    temperature: choice.Temperature = None,
+    top_k: choice.TopK = None,
+    top_p: choice.TopP = None,
+    min_p: choice.MinP = None,
+    seed: choice.Seed = None,
+    repetition_penalty: choice.Repetition = None,
+    presence_penalty: choice.Presence = None,
+    frequency_penalty: choice.Frequency = None,
+    logit_bias: choice.Bias = None,
+    min_tokens: choice.MinTokens = None,
+    stop: choice.Stop = None,
+    stop_token_ids: choice.StopTokens = None,
+    ignore_eos: choice.IgnoreEos = False,
+    n: choice.Samples = None,
+    logprobs: choice.Logprobs = None,
+    prompt_logprobs: choice.PromptLogprobs = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole answer.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask a server that runs, and print its answer as it comes."""
-    from server.client import RequestOptions
     from server.commands import client as command
 
     if list_:
@@ -217,16 +243,10 @@ def client(
         return
     if model is None or prompt is None:
         raise ValueError("give a model and a prompt, or --list; `zen client --help` shows how")
-    given = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "timeout_s": timeout,
-    }
-    options: RequestOptions = {k: v for k, v in given.items() if v is not None}  # pyright: ignore
-    command.generate(address, model, prompt, options, chat=chat, as_json=as_json)
+    given: Any = choice.given(context.params)
+    if timeout is not None:
+        given["timeout_s"] = timeout
+    command.generate(address, model, prompt, given, chat=chat, as_json=as_json)
 
 
 @bench.command("linear", epilog="Example: zen bench linear --rows 1 --rows 14 --json linear.json")
@@ -278,6 +298,38 @@ def bench_decode(
 
     batches, counts = batch or [1, 8, 14], variants or [1, 14]
     command.decode(batches, counts, model, context, products, repeats, out)
+
+
+@bench.command("peers", epilog="Example: zen bench peers --json peers.json")
+def bench_peers(
+    store: Annotated[
+        Path | None,
+        typer.Option(metavar="STORE", help="Whose base all run; else what `make models` made."),
+    ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where `make peers` installed; else .peers."),
+    ] = None,
+    context: Annotated[int, typer.Option(min=17, help="Tokens of the long prompt.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens that are decoded after each.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Timings; the median counts.")] = 7,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of every system; else one a processor.")
+    ] = None,
+    products: Annotated[
+        str, typer.Option(help="What our activations are rounded to: bfloat16 or float32.")
+    ] = "bfloat16",
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too.")
+    ] = None,
+) -> None:
+    """Our base and a 1-bit variant against llama.cpp and transformers, the same weights."""
+    from server.commands import bench_peers as command
+    from zen_jax.peers.bench import PEERS, STORE, Plan
+
+    given = {} if threads is None else {"threads": threads}
+    plan = Plan(long=context, steps=steps, rounds=rounds, products=products, **given)
+    command.run(store or STORE, peers or PEERS, plan, out)
 
 
 @app.command(epilog="Example: zen demo --serve")

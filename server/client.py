@@ -61,21 +61,27 @@ class ZenError(Exception):
 
 @dataclass
 class Generation:
-    """An answer.
+    """An answer, or one of several samples of it.
 
     Attributes:
         text: all of it.
         token_ids: its tokens, a stop token included.
         completion: how it ended: finish reason, usage, seed, timings and what answered.
+        logprobs: one for each token, if asked for.
+        prompt_logprobs: one for each token of the prompt, if asked for, in the first sample.
     """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     completion: pb.Completion = field(default_factory=pb.Completion)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
 
     def _add(self, message: pb.GenerateResponse) -> str:
         self.text += message.text
         self.token_ids.extend(message.token_ids)
+        self.logprobs.extend(message.logprobs)
+        self.prompt_logprobs.extend(message.prompt_logprobs)
         if message.HasField("completion"):
             self.completion = message.completion
         return message.text
@@ -100,14 +106,38 @@ class RequestOptions(TypedDict, total=False):
     seed: int
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    stop: str | Sequence[str]
+    n: int
+    logprobs: int
+    prompt_logprobs: int
 
 
 class _Call:
-    """A request that runs. Leaving its `with` block, or `cancel`, ends it."""
+    """A request that runs. Leaving its `with` block, or `cancel`, ends it.
+
+    Attributes:
+        samples: what has come so far of each sample.
+    """
 
     def __init__(self, call: Any):
         self._call = call
-        self.generation = Generation()
+        self.samples = [Generation()]
+
+    @property
+    def generation(self) -> Generation:
+        """What has come so far of the first sample, which is all unless more were asked for."""
+        return self.samples[0]
+
+    def _add(self, message: pb.GenerateResponse) -> tuple[int, str]:
+        while len(self.samples) <= message.index:
+            self.samples.append(Generation())
+        return message.index, self.samples[message.index]._add(message)
 
     def cancel(self) -> None:
         """Tells the server to stop; nothing happens when the answer is complete."""
@@ -121,12 +151,19 @@ class _Call:
 
 
 class Stream(_Call):
-    """An answer as it comes: iterating yields text; `generation` holds what has come so far."""
+    """An answer as it comes: iterating yields text; `generation` holds what has come so far.
+
+    Of several samples, `pieces` tells which one a text is of.
+    """
 
     def __iter__(self) -> Iterator[str]:
+        return (text for _, text in self.pieces())
+
+    def pieces(self) -> Iterator[tuple[int, str]]:
+        """Yields texts, each with the number of its sample, counted from 0."""
         try:
             for message in self._call:
-                yield self.generation._add(message)
+                yield self._add(message)
         except grpc.RpcError as error:
             raise ZenError(error) from None
 
@@ -135,9 +172,14 @@ class AsyncStream(_Call):
     """The same for `async for`."""
 
     async def __aiter__(self) -> AsyncIterator[str]:
+        async for _, text in self.pieces():
+            yield text
+
+    async def pieces(self) -> AsyncIterator[tuple[int, str]]:
+        """Yields texts, each with the number of its sample, counted from 0."""
         try:
             async for message in self._call:
-                yield self.generation._add(message)
+                yield self._add(message)
         except grpc.RpcError as error:
             raise ZenError(error) from None
 
@@ -170,11 +212,17 @@ class ZenClient:
     def generate(
         self, model: str, prompt: str | None = None, **options: Unpack[RequestOptions]
     ) -> Generation:
-        """Returns a whole answer; arguments and errors as for `stream`."""
+        """Returns a whole answer, the first sample; arguments and errors as for `stream`."""
+        return self.samples(model, prompt, **options)[0]
+
+    def samples(
+        self, model: str, prompt: str | None = None, **options: Unpack[RequestOptions]
+    ) -> list[Generation]:
+        """Returns all `n` samples of an answer; arguments and errors as for `stream`."""
         stream = self.stream(model, prompt, **options)
         for _ in stream:
             pass
-        return stream.generation
+        return stream.samples
 
     def list_variants(self) -> variants_pb2.ListVariantsResponse:
         """Returns the server's variants, and how many can be resident and run at once."""
@@ -217,11 +265,17 @@ class AsyncZenClient:
     async def generate(
         self, model: str, prompt: str | None = None, **options: Unpack[RequestOptions]
     ) -> Generation:
-        """Returns a whole answer; arguments and errors as for `ZenClient.stream`."""
+        """Returns a whole answer, the first sample; the rest as for `ZenClient.stream`."""
+        return (await self.samples(model, prompt, **options))[0]
+
+    async def samples(
+        self, model: str, prompt: str | None = None, **options: Unpack[RequestOptions]
+    ) -> list[Generation]:
+        """Returns all `n` samples of an answer; the rest as for `ZenClient.stream`."""
         stream = self.stream(model, prompt, **options)
         async for _ in stream:
             pass
-        return stream.generation
+        return stream.samples
 
     async def list_variants(self) -> variants_pb2.ListVariantsResponse:
         """Returns the server's variants, and how many can be resident and run at once."""
@@ -266,6 +320,8 @@ def make_request(
         if name not in pb.Sampling.DESCRIPTOR.fields_by_name:
             known = ", ".join(RequestOptions.__annotations__)
             raise ValueError(f"{name!r} is no option of a request; the options are {known}")
+        if name == "stop" and isinstance(value, str):
+            value = [value]
         request.sampling.MergeFrom(_filled(pb.Sampling, name, value, name))
     return request, timeout_s
 

@@ -8,7 +8,7 @@ them out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from server.requests import Failure, Finish, Request
@@ -58,10 +58,23 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token was read from the device."""
+    """Tokens were read from the device.
+
+    Attributes:
+        turn: of the request's turns in a row, the one that they were computed in.
+        tokens: in their order; none where the row had stopped.
+    """
 
     ticket: Ticket
-    token: int
+    turn: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A decode step takes so many seconds."""
+
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,41 +116,55 @@ class OperatorCall:
     variant: Variant
 
 
-type Event = Arrived | Cancelled | Sampled | PrefillRefused | Loaded | LoadFailed | OperatorCall
+type Event = (
+    Arrived | Cancelled | Sampled | Stepped | PrefillRefused | Loaded | LoadFailed | OperatorCall
+)
 
 # What is to be done.
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
-    """Run the request's prompt with the slot's variant and put it into the row."""
+class Part:
+    """A part of what a request's row has to hold before it can decode.
+
+    Attributes:
+        turn: counts the request's turns in a row.
+        tokens: of the prompt, or of the answer so far when the request lost its row.
+        start: the position of the first.
+        last: whether the next token is to be sampled after it.
+    """
 
     ticket: Ticket
-    request: Request
+    turn: int
+    arrived: Arrived = field(repr=False)
     row: int
     slot: int
+    tokens: tuple[int, ...] = field(repr=False)
+    start: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Read these parts, of different rows, in one call."""
+
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Launch one step over all rows; `rows` says whose tokens are wanted."""
+    """Launch so many steps; `rows` are those that go on, each with its ticket and turn."""
 
-    rows: tuple[tuple[int, Ticket], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseRow:
-    """The row is free."""
-
-    row: int
+    rows: tuple[tuple[int, Ticket, int], ...]
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Pass a token on to its caller, with the finish if it was the last."""
+    """Pass tokens on to their caller, with the finish if the last of them was the last of all."""
 
     request_id: str
-    token: int
+    tokens: tuple[int, ...]
     finish: Finish | None
 
 
@@ -157,4 +184,4 @@ class Answer:
 
 
 type CacheAction = StartLoad | AbandonLoad | DropStaged | WriteSlot | Evicted
-type Action = CacheAction | Prefill | Decode | ReleaseRow | Emit | Fail | Answer
+type Action = CacheAction | Prefill | Decode | Emit | Fail | Answer

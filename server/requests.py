@@ -40,6 +40,9 @@ class Request:
         sampling: how tokens are drawn and when to stop.
         seed: what the row's random key is made of; always set, the server picks one if need be.
         deadline: in seconds of the worker's clock, or None.
+        priority: a higher one goes before a lower that has not waited much longer, and takes its
+            row when none is free.
+        sample: which sample of the call this is; each has random numbers of its own.
     """
 
     id: str
@@ -48,6 +51,8 @@ class Request:
     sampling: SamplingParams
     seed: int
     deadline: float | None = None
+    priority: int = 0
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,10 @@ class Finish:
     """How a request ended well.
 
     Attributes:
-        reason: "stop" for a stop or end-of-sequence token, "length" for max_tokens or the end of
-            the context.
+        reason: "stop" for a stop or end-of-sequence token or a stop string, "length" for
+            max_tokens or the end of the context.
         matched_stop: the token that stopped it, or None.
+        matched_text: the stop string that did, or None.
         prompt_tokens: tokens in the prompt.
         completion_tokens: tokens sampled, the one that stopped it included.
         timings: of the first token.
@@ -85,6 +91,24 @@ class Finish:
     prompt_tokens: int
     completion_tokens: int
     timings: Timings
+    matched_text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable the model held a token: natural logarithms, by the raw logits.
+
+    Attributes:
+        token_id: the token.
+        logprob: its own; None for the first token of a prompt, which nothing predicts.
+        top_ids: the likeliest tokens, as many as were asked for, the likeliest first.
+        top_logprobs: theirs.
+    """
+
+    token_id: int
+    logprob: float | None
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +117,21 @@ class TokenEvent:
 
     Attributes:
         request_id: whose.
-        text: what became readable; empty while a character is incomplete.
+        text: what became readable; empty while a character is incomplete or a stop string may
+            have begun.
         token_ids: the tokens since the last event. The token that stopped a request is among them
             though its text is never shown.
         finish: set on the last event of a request that ended well, and only there.
+        logprobs: one for each of `token_ids`, where asked for.
+        prompt_logprobs: one for each token of the prompt, in the first event, where asked for.
     """
 
     request_id: str
     text: str = field(repr=False)
     token_ids: tuple[int, ...] = field(repr=False)
     finish: Finish | None = None
+    logprobs: tuple[TokenLogprobs, ...] = field(default=(), repr=False)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

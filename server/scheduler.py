@@ -5,14 +5,21 @@ rows, and the delta cache's table. Nothing here blocks, reads a clock or touches
 schedule can be replayed and any interleaving tried.
 
 A request waits for its variant in the cache's table and for a row in `ready`, in the order of
-arrival. One that waits for a variant is not in `ready`, so it holds up nobody. Each plan emits its
-device actions first: release, write, prefill, decode; what callers are told comes after them.
+`_turn`: of arrival, where a unit of priority is worth `ageing_s` of waiting, so that whoever comes
+much later goes behind in any case. One that waits for a variant is not in `ready`, so it holds up
+nobody. When no row is free the first in line takes the row of one that goes behind it and has less
+priority. That one goes back in line with the tokens that it has, which are read again with its
+prompt; what the device still computes for its lost row comes back under an older turn.
+
+Each plan emits its device actions first: write, prefill, decode; what callers are told comes after
+them. A plan launches at most one call that reads prompts, of limited size, and one that decodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -29,111 +36,23 @@ from server.events import (
     Loaded,
     LoadFailed,
     OperatorCall,
+    Part,
     Prefill,
     PrefillRefused,
-    ReleaseRow,
     Sampled,
+    Stepped,
     Ticket,
 )
-from server.requests import Failure, FailureKind, Finish, Request, Timings
+from server.jobs import BASE_SLOT, Job, SchedulerConfig, State
+from server.requests import Failure, FailureKind, Finish
+from zen_jax.chunking import cut
 from zen_jax.delta_cache import DeltaCache, Step
 from zen_jax.residency import CacheConfig, Evicted, Grant, PinLimit, Refuse
 
 if TYPE_CHECKING:
     from zen_jax.checkpoint.manifest import Variant
 
-BASE_SLOT = -1
-
 _OVERDUE = "the request's deadline has passed"
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Attributes:
-    rows: requests that decode together.
-    prefill_tokens: prompt tokens prefilled between two decode steps; one prompt always is.
-    """
-
-    rows: int
-    prefill_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.rows < 1 or self.prefill_tokens < 1:
-            raise ValueError(
-                f"rows is {self.rows} and prefill_tokens {self.prefill_tokens}, expected at least 1"
-            )
-
-
-# The state.
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request's way so far; times are the clock's, counts are tokens.
-
-    Attributes:
-        planned_at: when it entered the plan and asked for its variant.
-        slot: its variant's, or the base's, once granted.
-        row: once prefilled.
-        launched: tokens whose computation was launched.
-        sampled: tokens read.
-    """
-
-    arrived: Arrived
-    planned_at: float
-    slot: int | None = None
-    granted_at: float = 0.0
-    row: int | None = None
-    prefill_at: float = 0.0
-    first_at: float = 0.0
-    launched: int = 0
-    sampled: int = 0
-
-    @property
-    def request(self) -> Request:
-        return self.arrived.request
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """Everything that is decided over. Make one with `initial`.
-
-    Attributes:
-        jobs: every request that has not ended, in the order of arrival.
-        tickets: by request id.
-        ready: those that have a slot and wait for a row, in the order of arrival.
-        rows: who is in each row.
-        calls: operators' calls that wait, by ticket.
-        unloading: the digests that a call waits for, until they have left their slots.
-        next_ticket: the next to give.
-        deadline: no job's deadline is earlier.
-    """
-
-    config: SchedulerConfig
-    cache: DeltaCache
-    jobs: Mapping[Ticket, Job] = field(default_factory=lambda: MappingProxyType({}))
-    tickets: Mapping[str, Ticket] = field(default_factory=lambda: MappingProxyType({}))
-    ready: tuple[Ticket, ...] = ()
-    rows: tuple[Ticket | None, ...] = ()
-    calls: Mapping[Ticket, int] = field(default_factory=lambda: MappingProxyType({}))
-    unloading: Mapping[int, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
-    next_ticket: Ticket = 0
-    deadline: float = inf
-
-    @property
-    def running(self) -> int:
-        """Rows in use."""
-        return sum(ticket is not None for ticket in self.rows)
-
-    @property
-    def queued(self) -> int:
-        """Requests without a row."""
-        return len(self.jobs) - self.running
-
-    @property
-    def wake_at(self) -> float:
-        """When `plan` has something to do though nothing happens."""
-        return min(self.deadline, self.cache.wake_at)
 
 
 def initial(config: SchedulerConfig, cache: CacheConfig) -> State:
@@ -153,6 +72,7 @@ def plan(state: State, events: Iterable[Event], now: float) -> tuple[State, tupl
     draft.fail_overdue()
     draft.cache_step(draft.cache.tick(now))
     draft.fill_rows()
+    draft.read()
     draft.decode()
     return draft.finish()
 
@@ -172,6 +92,7 @@ class _Draft:
         self.unloading = dict(state.unloading)
         self.next_ticket = state.next_ticket
         self.deadline = state.deadline
+        self.step_s = state.step_s
         self.device: list[Action] = []
         self.told: list[Action] = []
 
@@ -187,6 +108,7 @@ class _Draft:
             unloading=MappingProxyType(self.unloading),
             next_ticket=self.next_ticket,
             deadline=self.deadline,
+            step_s=self.step_s,
         )
         return state, (*self.device, *self.told)
 
@@ -199,12 +121,14 @@ class _Draft:
             case Cancelled(request_id):
                 if request_id in self.tickets:
                     self.fail(self.tickets[request_id], "cancelled", "the request was cancelled")
-            case Sampled(ticket, token):
-                if ticket in self.jobs:
-                    self.sampled(ticket, token)
+            case Sampled(ticket, turn, tokens):
+                if ticket in self.jobs and self.jobs[ticket].turn == turn and tokens:
+                    self.sampled(ticket, tokens)
+            case Stepped(step_s):
+                self.step_s = step_s
             case PrefillRefused(ticket, message):
                 if ticket in self.jobs:
-                    self.fail(ticket, "internal", message, inserted=False)
+                    self.fail(ticket, "internal", message)
             case Loaded(digest, attempt, size):
                 self.cache_step(self.cache.loaded(digest, attempt, size, self.now))
             case LoadFailed(digest, attempt, kind, message):
@@ -229,23 +153,26 @@ class _Draft:
         else:
             self.cache_step(self.cache.request(ticket, request.variant, self.now))
 
-    def sampled(self, ticket: Ticket, token: int) -> None:
+    def sampled(self, ticket: Ticket, tokens: tuple[int, ...]) -> None:
         job = self.jobs[ticket]
-        first_at = job.first_at if job.sampled else self.now
-        job = replace(job, sampled=job.sampled + 1, first_at=first_at)
+        first_at = job.first_at if job.tokens else self.now
+        kept = tokens[: job.arrived.limit - len(job.tokens)]
+        stop = next((i for i, token in enumerate(kept) if token in job.arrived.stops), None)
+        if stop is not None:
+            kept = kept[: stop + 1]
+        job = replace(job, tokens=job.tokens + kept, first_at=first_at)
         self.jobs[ticket] = job
-        stopped = token in job.arrived.stops
         finish = None
-        if stopped or job.sampled >= job.arrived.limit:
+        if stop is not None or len(job.tokens) >= job.arrived.limit:
             finish = Finish(
-                reason="stop" if stopped else "length",
-                matched_stop=token if stopped else None,
+                reason="length" if stop is None else "stop",
+                matched_stop=None if stop is None else kept[-1],
                 prompt_tokens=len(job.request.token_ids),
-                completion_tokens=job.sampled,
-                timings=_timings(job),
+                completion_tokens=len(job.tokens),
+                timings=job.timings,
             )
             self.end(ticket)
-        self.told.append(Emit(job.request.id, token, finish))
+        self.told.append(Emit(job.request.id, kept, finish))
 
     def operate(self, event: OperatorCall) -> None:
         match event.verb:
@@ -300,9 +227,16 @@ class _Draft:
 
     def granted(self, ticket: Ticket, slot: int) -> None:
         self.jobs[ticket] = replace(self.jobs[ticket], slot=slot, granted_at=self.now)
-        self.ready.append(ticket)
-        if len(self.ready) > 1 and self.ready[-2] > ticket:
-            self.ready.sort()
+        self.line_up(ticket)
+
+    def line_up(self, ticket: Ticket) -> None:
+        insort(self.ready, ticket, key=self.turn)
+
+    def turn(self, ticket: Ticket) -> tuple[float, Ticket]:
+        """Who goes first: the lowest. It never changes, so everybody's turn comes."""
+        request = self.jobs[ticket].arrived
+        ageing_s = self.before.config.ageing_s
+        return request.at - request.request.priority * ageing_s, ticket
 
     def refused(self, refuse: Refuse) -> None:
         if refuse.holder in self.calls:
@@ -331,23 +265,16 @@ class _Draft:
 
     # Ends.
 
-    def fail(
-        self, ticket: Ticket, kind: FailureKind, message: str, *, inserted: bool = True
-    ) -> None:
+    def fail(self, ticket: Ticket, kind: FailureKind, message: str) -> None:
         request_id = self.jobs[ticket].request.id
-        self.end(ticket, inserted=inserted)
+        self.end(ticket)
         self.told.append(Fail(Failure(request_id, kind, message)))
 
-    def end(self, ticket: Ticket, *, inserted: bool = True) -> None:
-        """Give back all that the request holds: its place in the queue, its row, its lease.
-
-        A row into which nothing was inserted needs no release on the device.
-        """
+    def end(self, ticket: Ticket) -> None:
+        """Give back all that the request holds: its place in the queue, its row, its lease."""
         job = self.forget(ticket)
         if job.row is not None:
             self.rows[job.row] = None
-            if inserted:
-                self.device.append(ReleaseRow(job.row))
         elif job.slot is not None:
             self.ready.remove(ticket)
         if job.request.variant is not None:
@@ -375,45 +302,90 @@ class _Draft:
     # Rows.
 
     def fill_rows(self) -> None:
-        """Prefill in the order of arrival while rows are free and the budget lasts."""
-        budget = self.before.config.prefill_tokens
+        """Give rows to those whose turn it is, free ones first."""
         free = [row for row, ticket in enumerate(self.rows) if ticket is None]
-        for row in free:
-            if not self.ready:
-                return
-            ticket = self.ready[0]
+        for row in free[: len(self.ready)]:
+            self.give(row)
+        while self.ready and (row := self.displace(self.ready[0])) is not None:
+            self.give(row)
+
+    def give(self, row: int) -> None:
+        """Give a row to the first in line."""
+        ticket = self.ready.pop(0)
+        job = self.jobs[ticket]
+        self.rows[row] = ticket
+        self.jobs[ticket] = replace(
+            job,
+            row=row,
+            turn=job.turn + 1,
+            prefill_at=job.prefill_at if job.turn else self.now,
+            unread=job.request.token_ids + job.tokens,
+        )
+
+    def displace(self, first: Ticket) -> int | None:
+        """Take a row for `first` from one that goes behind it, if one has less priority."""
+        priority, turn = self.jobs[first].request.priority, self.turn(first)
+        behind = [
+            ticket
+            for ticket in self.rows
+            if ticket is not None
+            and self.jobs[ticket].request.priority < priority
+            and self.turn(ticket) > turn
+        ]
+        if not behind:
+            return None
+        last = max(behind, key=self.turn)
+        job = self.jobs[last]
+        self.jobs[last] = replace(job, row=None, unread=())
+        self.line_up(last)
+        return job.row
+
+    def read(self) -> None:
+        """Launch one call that reads parts of prompts."""
+        waiting = [t for t in self.rows if t is not None and self.jobs[t].unread]
+        waiting.sort(key=self.turn)
+        sizes = cut([len(self.jobs[t].unread) for t in waiting], self.before.config.shapes)
+        parts: list[Part] = []
+        for ticket, size in zip(waiting, sizes, strict=False):
             job = self.jobs[ticket]
-            budget -= len(job.request.token_ids)
-            if budget < 0 and row != free[0]:
-                return
-            del self.ready[0]
-            self.rows[row] = ticket
-            self.jobs[ticket] = replace(job, row=row, prefill_at=self.now, launched=1)
-            slot = BASE_SLOT if job.slot is None else job.slot
-            self.device.append(Prefill(ticket, job.request, row, slot))
+            tokens, unread = job.unread[:size], job.unread[size:]
+            start = len(job.request.token_ids) + len(job.tokens) - len(job.unread)
+            assert job.row is not None and job.slot is not None
+            part = Part(ticket, job.turn, job.arrived, job.row, job.slot, tokens, start, not unread)
+            parts.append(part)
+            launched = job.launched if unread else len(job.tokens) + 1
+            self.jobs[ticket] = replace(job, unread=unread, launched=launched)
+        if parts:
+            self.device.append(Prefill(tuple(parts)))
 
     def decode(self) -> None:
-        """Launch a step if some row still wants a token that was not launched yet."""
-        wanted: list[tuple[int, Ticket]] = []
+        """Launch steps if some row still wants a token that was not launched yet."""
+        wanted: list[tuple[int, Ticket, int]] = []
+        left = 0
         for row, ticket in enumerate(self.rows):
             if ticket is not None:
                 job = self.jobs[ticket]
-                if job.launched < job.arrived.limit:
-                    self.jobs[ticket] = replace(job, launched=job.launched + 1)
-                    wanted.append((row, ticket))
-        if wanted:
-            self.device.append(Decode(tuple(wanted)))
+                if not job.unread and job.launched < job.arrived.limit:
+                    wanted.append((row, ticket, job.turn))
+                    left = max(left, job.arrived.limit - job.launched)
+        if not wanted:
+            return
+        steps = min(self.steps(), left)
+        for _, ticket, _ in wanted:
+            job = self.jobs[ticket]
+            launched = min(job.launched + steps, job.arrived.limit)
+            self.jobs[ticket] = replace(job, launched=launched)
+        self.device.append(Decode(tuple(wanted), steps))
+
+    def steps(self) -> int:
+        """How many steps a call makes: one where somebody waits, else as many as are quick."""
+        config = self.before.config
+        if self.ready or any(t is not None and self.jobs[t].unread for t in self.rows):
+            return 1
+        if self.step_s * config.max_steps <= config.dispatch_s:
+            return config.max_steps
+        return max(1, int(config.dispatch_s / self.step_s))
 
     def ticket(self) -> Ticket:
         self.next_ticket += 1
         return self.next_ticket
-
-
-def _timings(job: Job) -> Timings:
-    load_s = job.granted_at - job.planned_at
-    return Timings(
-        queued_s=job.prefill_at - job.arrived.at - load_s,
-        load_s=load_s,
-        prefill_s=job.first_at - job.prefill_at,
-        first_token_s=job.first_at - job.arrived.at,
-    )

@@ -9,51 +9,32 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import grpc
 
 from server import status
-from server.requests import (
-    Draining,
-    Failure,
-    Finish,
-    InboxFull,
-    OnEvent,
-    Request,
-    TokenEvent,
-)
+from server.incoming import Limits, check, check_size, fitted, invalid, token_ids_of
+from server.outgoing import Outgoing, model_info
+from server.requests import Draining, InboxFull, OnEvent, Request
 from server.router import InvalidModelName, Router, UnknownModel
-from server.status import StatusError, Violation
+from server.status import StatusError
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc
-from zen_jax.checkpoint.manifest import BASE, Variant, VariantCorrupt
-from zen_jax.sampling import InvalidSampling, SamplingParams
+from zen_jax.checkpoint.manifest import Variant, VariantCorrupt
 from zen_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-DEFAULT_MAX_TOKENS = 128
 
 # Longer than any pause of a reader that still wants its answer, in seconds.
 DEFAULT_WRITE_TIMEOUT_S = 10.0
 
 # Requests whose text is tokenized at a time. More would take the processor from the worker.
 _PREPARERS = 2
-
-# Fields of Sampling whose values can be judged one by one, by SamplingParams.
-_CHECKED_ALONE = ("max_tokens", "temperature", "top_k", "top_p")
-
-# Longer ones would not fit into the headers that a status travels in.
-_MAX_DESCRIPTION = 1000
-
-_FINISH_REASONS = {
-    "stop": pb.FINISH_REASON_STOP,
-    "length": pb.FINISH_REASON_LENGTH,
-}
 
 
 class GenerateWorker(Protocol):
@@ -66,27 +47,6 @@ class GenerateWorker(Protocol):
     def cancel(self, request_id: str) -> None:
         """Ends a request; one that is unknown or over is none of its concern."""
         ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the engine can take.
-
-    Attributes:
-        max_length: positions of a row; prompt and answer share them.
-        vocab_size: token ids of every model lie below it.
-        own_vocab: how many tokens a variant has, the base for None; else all have vocab_size.
-    """
-
-    max_length: int
-    vocab_size: int
-    own_vocab: Callable[[Variant | None], int] | None = None
-
-    def of(self, variant: Variant | None) -> "Limits":
-        """The limits of one variant, or of the base."""
-        if self.own_vocab is None:
-            return self
-        return Limits(self.max_length, self.own_vocab(variant))
 
 
 @dataclass(frozen=True)
@@ -180,8 +140,12 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
 
     def _prepare(
         self, message: pb.GenerateRequest, deadline: float | None, limits: Limits
-    ) -> Request:
-        """Checks a message, finds its variant and tokenizes its input; raises StatusError."""
+    ) -> list[Request]:
+        """Checks a message, finds its variant and tokenizes its input: a request for each sample.
+
+        Raises:
+            StatusError: what the caller is told.
+        """
         if deadline is not None and deadline <= self._clock():
             raise status.deadline_exceeded("the request's deadline has passed")
         violations = list(check(message, limits))
@@ -197,11 +161,16 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             raise status.invalid_argument(violations)
         # The worker needs it too: found here, it is not read from files on the loop.
         tokenizer = self._tokenizer(variant)
-        _check_size(message, tokenizer, limits)
-        token_ids = _token_ids(message, tokenizer)
-        sampling = _sampling(message, len(token_ids), limits)
+        check_size(message, tokenizer, limits)
+        token_ids = token_ids_of(message, tokenizer)
+        sampling = fitted(message, len(token_ids), limits)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        return Request(uuid.uuid4().hex, variant, token_ids, sampling, seed, deadline)
+        first = Request(uuid.uuid4().hex, variant, token_ids, sampling, seed, deadline)
+        later = replace(sampling, prompt_logprobs=None)
+        return [
+            first if i == 0 else replace(first, id=f"{first.id}-{i}", sampling=later, sample=i)
+            for i in range(sampling.n)
+        ]
 
     def _tokenizer(self, variant: Variant | None) -> Tokenizer:
         name = model_info(variant).name
@@ -215,36 +184,31 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             raise status.failed_precondition("LOAD_FAILED", name, text) from None
 
     async def _answer(
-        self, request: Request, worker: GenerateWorker, context: grpc.aio.ServicerContext
+        self, requests: list[Request], worker: GenerateWorker, context: grpc.aio.ServicerContext
     ) -> None:
-        """Runs `request` and writes what comes of it; the worker is told when nobody listens."""
-        loop = asyncio.get_running_loop()
-        # Holds no more than the request's max_tokens events.
-        events: asyncio.Queue[TokenEvent | Failure] = asyncio.Queue()
+        """Runs a call's samples and writes what comes of them.
 
-        def on_event(event: TokenEvent | Failure) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
-
+        The worker is told of each sample that nobody waits for any more.
+        """
+        outgoing = Outgoing(requests)
+        submitted: list[Request] = []
         try:
-            worker.submit(request, on_event)
-        except InboxFull as error:
-            raise status.resource_exhausted(str(error), error.retry_after_s) from None
-        except Draining as error:
-            raise status.unavailable(str(error)) from None
-        over = False
-        try:
-            while not over:
-                message, failure, over = await _next(events, request)
-                if message is not None:
+            for request in requests:
+                _submit(worker, request, partial(outgoing.put, request.sample))
+                submitted.append(request)
+            while outgoing.left:
+                messages, failure = await outgoing.next()
+                for message in messages:
                     await self._write(message, context)
                 if failure is not None:
-                    name = model_info(request.variant).name
+                    name = model_info(requests[0].variant).name
                     raise status.of_failure(
                         failure.kind, failure.message, failure.retry_after_s, name
                     )
         finally:
-            if not over:
-                worker.cancel(request.id)
+            for request in submitted:
+                if request.sample in outgoing.left:
+                    worker.cancel(request.id)
 
     async def _write(self, message: pb.GenerateResponse, context: grpc.aio.ServicerContext) -> None:
         try:
@@ -255,149 +219,18 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             raise status.cancelled(text) from None
 
 
-async def _next(
-    events: asyncio.Queue[TokenEvent | Failure], request: Request
-) -> tuple[pb.GenerateResponse | None, Failure | None, bool]:
-    """Waits for an event, and takes those that came with it: message, failure, over."""
-    message = None
-    event = await events.get()
-    while True:
-        if isinstance(event, Failure):
-            return message, event, True
-        message = message or pb.GenerateResponse()
-        message.text += event.text
-        message.token_ids.extend(event.token_ids)
-        if event.finish is not None:
-            message.completion.CopyFrom(completion(request, event.finish))
-            return message, None, True
-        if events.empty():
-            return message, None, False
-        event = events.get_nowait()
+def _submit(worker: GenerateWorker, request: Request, on_event: OnEvent) -> None:
+    """Queues a request.
 
-
-def check(message: pb.GenerateRequest, limits: Limits) -> Iterator[Violation]:
-    """Yields what can be said against a request without looking at the store.
-
-    A status travels in headers, which are small: no description grows with the request.
+    Raises:
+        StatusError: RESOURCE_EXHAUSTED or UNAVAILABLE.
     """
-    if not message.model:
-        yield Violation("model", f"is empty; give a variant's name or {BASE!r}")
-    yield from _check_input(message, limits)
-    sampling = message.sampling
-    for field in _CHECKED_ALONE:
-        if sampling.HasField(field):
-            try:
-                SamplingParams(**{field: getattr(sampling, field)}).validate()
-            except InvalidSampling as error:
-                yield Violation(f"sampling.{field}", str(error).removeprefix(f"{field} "))
-    for i, token_id in enumerate(sampling.stop_token_ids):
-        if token_id >= limits.vocab_size:
-            yield _outside(f"sampling.stop_token_ids[{i}]", token_id, limits)
-            return
-
-
-def _check_input(message: pb.GenerateRequest, limits: Limits) -> Iterator[Violation]:
-    match message.WhichOneof("input"):
-        case None:
-            yield Violation("input", "is missing; give one of prompt, token_ids and messages")
-        case "prompt":
-            if not message.prompt:
-                yield Violation("prompt", "is empty; give at least one character")
-        case "messages":
-            if not message.messages.messages:
-                yield Violation("messages.messages", "is empty; give at least one message")
-            for i, turn in enumerate(message.messages.messages):
-                if not turn.role:
-                    yield Violation(f"messages.messages[{i}].role", "is empty; give a role")
-                    return
-        case "token_ids":
-            if not message.token_ids.ids:
-                yield Violation("token_ids.ids", "is empty; give at least one token")
-            if len(message.token_ids.ids) >= limits.max_length:
-                yield Violation("token_ids", _too_long(len(message.token_ids.ids), limits))
-                return
-            for i, token_id in enumerate(message.token_ids.ids):
-                if token_id >= limits.vocab_size:
-                    yield _outside(f"token_ids.ids[{i}]", token_id, limits)
-                    return
-
-
-def _check_size(message: pb.GenerateRequest, tokenizer: Tokenizer, limits: Limits) -> None:
-    """Refuses text that is too long whatever its tokens are: to tokenize it would cost time."""
-    field = message.WhichOneof("input") or "input"
-    texts = [message.prompt, *(turn.content for turn in message.messages.messages)]
-    size = sum(len(text.encode()) for text in texts)
-    most = (limits.max_length - 1) * tokenizer.longest_bytes
-    if size > most:
-        raise _invalid(
-            field,
-            f"is {size} bytes long; this server's context of {limits.max_length} tokens has room "
-            f"for no more than {most}",
-        )
-
-
-def _token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    field = message.WhichOneof("input")
-    if field == "token_ids":
-        return tuple(message.token_ids.ids)
-    if field == "prompt":
-        token_ids = tokenizer.encode(message.prompt)
-    else:
-        turns = [{"role": m.role, "content": m.content} for m in message.messages.messages]
-        try:
-            token_ids = tokenizer.chat(turns)
-        except ValueError as error:  # it repeats the text of no message
-            text = f"cannot be laid out: {error}"
-            raise _invalid("messages", text[:_MAX_DESCRIPTION]) from None
-    if not token_ids:
-        raise _invalid(field or "input", "has no token; give at least one")
-    return tuple(token_ids)
-
-
-def _sampling(message: pb.GenerateRequest, prompt_tokens: int, limits: Limits) -> SamplingParams:
-    room = limits.max_length - prompt_tokens
-    if room < 1:
-        raise _invalid(
-            message.WhichOneof("input") or "input",
-            _too_long(prompt_tokens, limits),
-        )
-    wanted = message.sampling
-    if wanted.HasField("max_tokens") and wanted.max_tokens > room:
-        raise _invalid(
-            "sampling.max_tokens",
-            f"is {wanted.max_tokens}; a context of {limits.max_length} leaves {room} "
-            f"behind a prompt of {prompt_tokens} tokens",
-        )
-    default = SamplingParams()
-    return SamplingParams(
-        max_tokens=_given(wanted, "max_tokens", min(DEFAULT_MAX_TOKENS, room)),
-        temperature=_given(wanted, "temperature", default.temperature),
-        top_k=_given(wanted, "top_k", default.top_k),
-        top_p=_given(wanted, "top_p", default.top_p),
-        seed=_given(wanted, "seed", None),
-        stop_token_ids=tuple(wanted.stop_token_ids),
-        ignore_eos=wanted.ignore_eos,
-    )
-
-
-def completion(request: Request, finish: Finish) -> pb.Completion:
-    """The last message's account of a request that ended well."""
-    timings = finish.timings
-    return pb.Completion(
-        finish_reason=_FINISH_REASONS[finish.reason],
-        matched_stop_token_id=finish.matched_stop,
-        usage=pb.Usage(
-            prompt_tokens=finish.prompt_tokens, completion_tokens=finish.completion_tokens
-        ),
-        seed=request.seed,
-        timings=pb.Timings(
-            queued_seconds=timings.queued_s,
-            load_seconds=timings.load_s,
-            prefill_seconds=timings.prefill_s,
-            first_token_seconds=timings.first_token_s,
-        ),
-        model=model_info(request.variant),
-    )
+    try:
+        worker.submit(request, on_event)
+    except InboxFull as error:
+        raise status.resource_exhausted(str(error), error.retry_after_s) from None
+    except Draining as error:
+        raise status.unavailable(str(error)) from None
 
 
 def resolve(router: Router, name: str, field: str) -> Variant | None:
@@ -409,40 +242,12 @@ def resolve(router: Router, name: str, field: str) -> Variant | None:
     try:
         return router.resolve(name)
     except InvalidModelName as error:
-        raise _invalid(field, str(error)) from None
+        raise invalid(field, str(error)) from None
     except UnknownModel as error:
         raise status.not_found("zen.v1.Variant", name, str(error)) from None
     except VariantCorrupt:
         raise _damaged(name) from None
 
 
-def model_info(variant: Variant | None) -> pb.ModelInfo:
-    """What answered: a variant, or the base for None."""
-    if variant is None:
-        return pb.ModelInfo(name=BASE)
-    return pb.ModelInfo(name=variant.name, version=variant.version, digest=variant.digest)
-
-
 def _damaged(name: str) -> StatusError:
     return status.data_loss(f"{name} is damaged in the store; run zen verify")
-
-
-def _given(sampling: pb.Sampling, field: str, default):
-    return getattr(sampling, field) if sampling.HasField(field) else default
-
-
-def _invalid(field: str, text: str) -> StatusError:
-    return status.invalid_argument([Violation(field, text)])
-
-
-def _too_long(tokens: int, limits: Limits) -> str:
-    return (
-        f"is {tokens} tokens long; this server's context of {limits.max_length} leaves room for "
-        f"{limits.max_length - 1}"
-    )
-
-
-def _outside(field: str, token_id: int, limits: Limits) -> Violation:
-    return Violation(
-        field, f"is {token_id}; the vocabulary's ids run from 0 to {limits.vocab_size - 1}"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from server.scheduler import State
+from server.jobs import State
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.residency import Absent, Entry, Resident, Staged
 
@@ -51,6 +51,9 @@ class WorkerSnapshot:
         rows_in_use: by requests that run.
         waiting: requests accepted that have no row yet.
         alive: whether the worker serves.
+        step_s: what a decode step takes, in seconds; without end until one was made.
+        host_share: of a round of the worker, what it does not wait for the device.
+        compiles: programs that were compiled, at the start or since.
     """
 
     variants: tuple[VariantStatus, ...]
@@ -59,9 +62,20 @@ class WorkerSnapshot:
     rows_in_use: int
     waiting: int
     alive: bool
+    step_s: float
+    host_share: float
+    compiles: int
 
 
-def snapshot(state: State, *, waiting: int, alive: bool) -> WorkerSnapshot:
+def snapshot(
+    state: State,
+    *,
+    waiting: int,
+    alive: bool,
+    step_s: float,
+    host_share: float,
+    compiles: int,
+) -> WorkerSnapshot:
     """Put together what operators may see of the scheduler's state."""
     return WorkerSnapshot(
         variants=tuple(_status(entry) for entry in state.cache.entries.values()),
@@ -70,6 +84,9 @@ def snapshot(state: State, *, waiting: int, alive: bool) -> WorkerSnapshot:
         rows_in_use=state.running,
         waiting=waiting,
         alive=alive,
+        step_s=step_s,
+        host_share=host_share,
+        compiles=compiles,
     )
 
 

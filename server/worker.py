@@ -1,9 +1,10 @@
 """The one thread that owns the device: it takes events in, plans, and carries out what is planned.
 
 The engine's state and bank are touched here and nowhere else. A tick is: take what came in, plan,
-launch what the device has to do, tell callers what the last step gave, read the step before the
-one just launched. So the device computes while the host talks, and a row's stop is found one step
-late; the token too many is dropped, since it comes back under the ticket of a request that ended.
+launch what the device has to do, tell callers what the last call gave, read the calls before those
+just launched. So the device computes while the host talks. It stops rows by itself at their ends;
+what only the host sees is found one call late, and the tokens too many are dropped, since they come
+back under the ticket of a request that ended.
 
 Nothing that a request contains is logged: neither prompt nor token nor text, and of an exception
 only its type and place, unless it is the device's own.
@@ -21,11 +22,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from server.device import DeviceEngine
 from server.events import (
     AbandonLoad,
     Action,
@@ -39,16 +41,19 @@ from server.events import (
     Evicted,
     Fail,
     OperatorCall,
+    Part,
     Prefill,
     PrefillRefused,
-    ReleaseRow,
     Sampled,
     StartLoad,
+    Stepped,
     Ticket,
     WriteSlot,
 )
 from server.inbox import Inbox
+from server.jobs import SchedulerConfig, State
 from server.loader import Loader
+from server.pace import Pace
 from server.requests import (
     Draining,
     Failure,
@@ -58,46 +63,16 @@ from server.requests import (
     Request,
     TokenEvent,
 )
-from server.scheduler import SchedulerConfig, State, initial, plan
+from server.scheduler import initial, plan
 from server.snapshot import WorkerSnapshot, snapshot
 from zen_jax.checkpoint.manifest import Variant
+from zen_jax.engine_state import Chunk
 from zen_jax.residency import CacheConfig
-from zen_jax.sampling import SamplingParams
 from zen_jax.tokenizer import IncrementalDecoder, Tokenizer
 
 _log = logging.getLogger(__name__)
 
 _MAX_RETRY_AFTER_S = 30.0
-
-
-class Sizes(Protocol):
-    """What the worker must know of the engine's sizes; `zen_jax.engine.EngineConfig` has them."""
-
-    @property
-    def rows(self) -> int:
-        """Requests that decode at once."""
-        ...
-
-    @property
-    def max_length(self) -> int:
-        """The most tokens of a request, prompt and answer together."""
-        ...
-
-
-class DeviceEngine(Protocol):
-    """What the worker asks of an engine; `zen_jax.engine.Engine` is one."""
-
-    @property
-    def sizes(self) -> Sizes: ...
-    def init_state(self) -> Any: ...
-    def init_bank(self) -> Any: ...
-    def write_slot(self, bank: Any, slot: int, staged: Any) -> Any: ...
-    def prefill(
-        self, bank: Any, slot: int, token_ids: Sequence[int], sampling: SamplingParams, seed: int
-    ) -> Any: ...
-    def insert(self, state: Any, prefilled: Any, row: int) -> Any: ...
-    def decode(self, bank: Any, state: Any) -> tuple[Any, Any]: ...
-    def release(self, state: Any, row: int) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -110,10 +85,19 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Tokens under way: an array on the device, and whose its elements are."""
+    """Tokens under way.
+
+    Attributes:
+        tokens: on the device, [*, places].
+        rows: whose they are: place, ticket and turn.
+        steps: decode steps that they come from; 0 after prompts.
+        at: when they were launched.
+    """
 
     tokens: Any
-    rows: tuple[tuple[int, Ticket], ...]
+    rows: tuple[tuple[int, Ticket, int], ...]
+    steps: int
+    at: float
 
 
 class Worker:
@@ -127,7 +111,6 @@ class Worker:
         tokenizers: Callable[[Variant | None], Tokenizer],
         inbox_limit: int,
         clock: Callable[[], float] = time.monotonic,
-        prefill_tokens: int = 1024,
     ) -> None:
         """Take the parts; the engine is warmed up already, the loader nobody else's.
 
@@ -138,7 +121,6 @@ class Worker:
             tokenizers: a variant's own tokenizer, the base's for None; called from `submit`.
             inbox_limit: requests that may wait for a row.
             clock: seconds; deadlines of requests are in its terms.
-            prefill_tokens: prompt tokens prefilled between two decode steps.
         """
         self._engine = engine
         self._loader = loader
@@ -146,13 +128,14 @@ class Worker:
         self._clock = clock
         self._device_state = engine.init_state()
         self._bank = engine.init_bank()
-        self._plan: State = initial(
-            SchedulerConfig(engine.sizes.rows, prefill_tokens), cache_config
-        )
+        sizes = engine.sizes
+        config = SchedulerConfig(sizes.rows, sizes.shapes, sizes.max_steps)
+        self._plan: State = initial(config, cache_config)
         self._inbox = Inbox(inbox_limit)
         loader.connect(self._inbox.put)
         self._launched: list[_Launch] = []
-        self._sampled: list[Sampled] = []
+        self._read_events: list[Event] = []
+        self._pace = Pace()
         self._lock = threading.Condition()
         self._streams: dict[str, _Stream] = {}
         self._calls: dict[int, Future[None]] = {}
@@ -229,7 +212,14 @@ class Worker:
 
     def snapshot(self) -> WorkerSnapshot:
         """What is where, as of the last tick."""
-        return snapshot(self._plan, waiting=self._inbox.waiting, alive=self.alive)
+        return snapshot(
+            self._plan,
+            waiting=self._inbox.waiting,
+            alive=self.alive,
+            step_s=self._pace.step_s,
+            host_share=self._pace.host_share,
+            compiles=self._engine.compiles,
+        )
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, let those accepted finish, stop; returns whether all finished.
@@ -289,24 +279,23 @@ class Worker:
 
     def _idle_s(self) -> float | None:
         """How long nothing needs doing, None for ever."""
-        if self._launched or self._sampled:
+        if self._launched or self._read_events:
             return 0.0
         wake_at = self._plan.wake_at
         return None if wake_at == inf else max(wake_at - self._clock(), 0.0)
 
     def tick(self, wait_s: float | None = 0.0) -> None:
         """One round; waits up to `wait_s` for an event. For tests, else the thread's own."""
-        events: list[Event] = [*self._inbox.take(wait_s), *self._sampled]
+        events: list[Event] = [*self._inbox.take(wait_s), *self._read_events]
         arrived = sum(isinstance(event, Arrived) for event in events)
         now, before = self._clock(), self._plan.queued
         self._plan, actions = plan(self._plan, events, now)
         self._settle(before + arrived - self._plan.queued, before, now)
-        self._sampled = []
-        stepped = False
+        self._read_events = []
+        earlier = len(self._launched)
         for action in actions:
-            stepped = stepped or isinstance(action, Decode)
             self._carry_out(action)
-        self._read(leave=1 if stepped else 0)
+        self._read(earlier if len(self._launched) > earlier else None, now)
 
     def _settle(self, left: int, before: int, now: float) -> None:
         """Note how many left the queue, of which `before` were there, and how fast it moves."""
@@ -321,13 +310,13 @@ class Worker:
     def _carry_out(self, action: Action) -> None:
         engine = self._engine
         match action:
-            case Prefill(ticket, request, row, slot):
-                self._prefill(ticket, request, row, slot)
-            case Decode(rows):
-                self._device_state, tokens = engine.decode(self._bank, self._device_state)
-                self._launched.append(_Launch(tokens, rows))
-            case ReleaseRow(row):
-                self._device_state = engine.release(self._device_state, row)
+            case Prefill(parts):
+                self._prefill(parts)
+            case Decode(rows, steps):
+                self._device_state, sampled = engine.decode(
+                    self._bank, self._device_state, steps, [row for row, _, _ in rows]
+                )
+                self._launched.append(_Launch(sampled.token, rows, steps, self._clock()))
             case WriteSlot(_, slot, attempt):
                 staged = self._loader.take(attempt)
                 self._bank = engine.write_slot(self._bank, slot, staged)
@@ -344,27 +333,44 @@ class Worker:
             case Answer():
                 self._answer(action)
 
-    def _prefill(self, ticket: Ticket, request: Request, row: int, slot: int) -> None:
-        try:
-            prefilled = self._engine.prefill(
-                self._bank, slot, request.token_ids, request.sampling, request.seed
+    def _prefill(self, parts: Sequence[Part]) -> None:
+        """Launch a call; a part that the engine refuses is its own request's affair."""
+        chunks: list[Chunk] = []
+        last: list[tuple[int, Ticket, int]] = []
+        for part in parts:
+            chunk = _chunk(part)
+            try:
+                self._engine.check(chunk)
+            except ValueError as error:
+                error_id = uuid.uuid4().hex[:12]
+                _log_error(error, error_id)
+                message = f"the engine refused the request (error {error_id})"
+                self._inbox.put(PrefillRefused(part.ticket, message))
+                continue
+            if part.last:
+                last.append((len(chunks), part.ticket, part.turn))
+            chunks.append(chunk)
+        if chunks:
+            self._device_state, sampled = self._engine.prefill(
+                self._bank, self._device_state, chunks
             )
-        except ValueError as error:  # refused before anything was launched: this request's affair
-            error_id = uuid.uuid4().hex[:12]
-            _log_error(error, error_id)
-            message = f"the engine refused the request (error {error_id})"
-            self._inbox.put(PrefillRefused(ticket, message))
-            return
-        self._device_state = self._engine.insert(self._device_state, prefilled, row)
-        self._launched.append(_Launch(prefilled.token, ((0, ticket),)))
+            self._launched.append(_Launch(sampled.token, tuple(last), 0, self._clock()))
 
-    def _read(self, leave: int) -> None:
-        """Wait for the tokens of all launches but the newest `leave`."""
-        count = len(self._launched) - leave
-        for launch in self._launched[:count]:
-            tokens = np.asarray(launch.tokens)
-            self._sampled += [Sampled(ticket, int(tokens[row])) for row, ticket in launch.rows]
-        del self._launched[:count]
+    def _read(self, count: int | None, began: float) -> None:
+        """Wait for the tokens of the oldest `count` launches, None for all of them."""
+        launches = self._launched[:count]
+        del self._launched[: len(launches)]
+        before = self._clock()
+        for launch in launches:
+            tokens = np.atleast_2d(np.asarray(launch.tokens))
+            self._read_events += [
+                Sampled(ticket, turn, tuple(t for t in tokens[:, place].tolist() if t >= 0))
+                for place, ticket, turn in launch.rows
+            ]
+            self._pace.read(launch.steps, launch.at, self._clock())
+        if launches:
+            self._pace.ticked(before - began, self._clock() - before)
+            self._read_events.append(Stepped(self._pace.step_s))
 
     def _emit(self, emit: Emit) -> None:
         stream = self._streams[emit.request_id]
@@ -372,7 +378,8 @@ class Worker:
         if stream.on_event is not None:
             try:
                 stopped = finish is not None and finish.reason == "stop"
-                text = "" if stopped else stream.decoder.push(emit.token)
+                shown = emit.tokens[:-1] if stopped else emit.tokens
+                text = "".join(stream.decoder.push(token) for token in shown)
                 text += stream.decoder.flush() if finish is not None else ""
             except Exception as error:  # a tokenizer's fault is its own request's affair
                 error_id = uuid.uuid4().hex[:12]
@@ -384,7 +391,7 @@ class Worker:
                 return
         else:
             text = ""
-        event = TokenEvent(emit.request_id, text, (emit.token,), finish)
+        event = TokenEvent(emit.request_id, text, emit.tokens, finish)
         self._tell(emit.request_id, event, last=finish is not None)
 
     def _tell(self, request_id: str, event: TokenEvent | Failure, *, last: bool) -> None:
@@ -435,6 +442,24 @@ class Worker:
             if future.set_running_or_notify_cancel():
                 future.set_exception(LoadRefused(kind, message))
         self._calls.clear()
+
+
+def _chunk(part: Part) -> Chunk:
+    """A part of a request's prompt as the engine takes it."""
+    arrived, request = part.arrived, part.arrived.request
+    return Chunk(
+        part.row,
+        part.slot,
+        part.tokens,
+        part.start,
+        part.last,
+        request.sampling,
+        request.seed,
+        request.sample,
+        stops=sorted(arrived.stops),
+        end=len(request.token_ids) + arrived.limit,
+        prompt=len(request.token_ids),
+    )
 
 
 def _log_error(error: Exception, error_id: str) -> None:

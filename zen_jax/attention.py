@@ -1,13 +1,19 @@
 """Rotary embedding and grouped-query attention, in float32 sums.
 
-Letters: B batch, T query, S cache, K kv heads, G query heads a kv head, H head size.
+Letters: B batch, C chunks, T query, S cache, K kv heads, G query heads a kv head, H head size.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from pallas_kernels.prompt_attention.ops import prompt_attention
 from zen_jax.config import Llama3Rope, ModelConfig
+from zen_jax.kv_cache import ChunkRows, LayerCache
+from zen_jax.sharding import Placement
 
 _MASKED = -1e30
 
@@ -89,3 +95,42 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
         "bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
     return y.astype(q.dtype)
+
+
+def attend_rows(
+    q: jax.Array,
+    cache: LayerCache,
+    where: ChunkRows,
+    starts: jax.Array,
+    window: int | None,
+    placement: Placement | None = None,
+) -> jax.Array:
+    """Softmax attention of chunks of prompts, each to its own row of a cache that holds it already.
+
+    Args:
+      q: [C, T, K, G, H].
+      cache: [B, S, K, H].
+      where: the chunks' rows and lengths.
+      starts: int32[C], the position of each chunk's first query.
+      window: as in `visible`.
+      placement: the mesh, or None for one device.
+
+    Returns:
+      [C, T, K, G, H] in q's dtype; scores and sums in float32. It depends neither on how a prompt
+      is cut nor on the other chunks.
+    """
+
+    def attend(q: Any, k: Any, v: Any, where: ChunkRows, starts: Any) -> jax.Array:
+        return prompt_attention(q, k, v, where.rows, starts, where.lengths, window)
+
+    if placement is None:
+        return attend(q, cache.k, cache.v, where, starts)
+    heads = placement.mesh_axis("kv_heads")
+    lines, rest = PartitionSpec(None, None, heads), PartitionSpec()
+    return jax.shard_map(
+        attend,
+        mesh=placement.mesh,
+        in_specs=(lines, lines, lines, rest, rest),
+        out_specs=lines,
+        check_vma=False,
+    )(q, cache.k, cache.v, where, starts)

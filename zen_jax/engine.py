@@ -1,14 +1,15 @@
-"""Prefill, insert, decode: compiled functions over explicit state, for rows of any variants.
+"""Prefill and decode: compiled functions over explicit state, for rows of any variants.
 
-The engine owns nothing that changes but its compiled functions: `DecodeState` and the bank go in
-and come out, donated. One decode step takes all rows, each with the slot of its variant.
+The engine owns nothing that changes but its compiled programs: `DecodeState` and the bank go in
+and come out, donated. One call reads chunks of several prompts straight into their rows; another
+makes decode steps over all rows, each with the slot of its variant.
 
-Letters: B rows, T prompt tokens in a bucket, S positions of a row, M slots, V vocabulary.
+Letters: B rows, S positions of a row, C chunks of T tokens, M slots, V vocabulary.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,100 +17,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zen_jax.chunking import Shape, shape_for
 from zen_jax.config import ModelConfig
 from zen_jax.delta.apply import bind
 from zen_jax.delta.bank import BankSchema, DeltaBank, slot_axes, write_slot
 from zen_jax.delta.format import WeightDelta
-from zen_jax.kv_cache import KV_AXES, LayerCache, make_cache, write_row
+from zen_jax.engine_state import (
+    BASE_SLOT,
+    Chunk,
+    ChunkBatch,
+    DecodeState,
+    EngineConfig,
+    Sampled,
+    own_settings,
+)
+from zen_jax.kv_cache import KV_AXES, ChunkRows, LayerCache, make_cache
 from zen_jax.layout import Params, ParamSpec, map_specs
 from zen_jax.model import Transformer, make_merge
-from zen_jax.sampling import RowSampling, SamplingParams, sample
+from zen_jax.programs import Programs, Progress
+from zen_jax.sampling import SamplingParams, sample
 from zen_jax.sharding import Placement
 
 # An array on host or device, or where one lies.
 Array = Any
 
-BASE_SLOT = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Sizes that are fixed when the engine is made.
-
-    Attributes:
-      rows: B, requests that decode at once.
-      max_length: S, the most tokens of a request, prompt and answer together.
-      prefill_buckets: prompt lengths that are compiled; a prompt is padded to the next one.
-      dtype: of activations, keys and values: "float32" or "bfloat16".
-      products: what activations are rounded to before they meet a weight, "float32" or "bfloat16":
-        as fast as bfloat16 activations, with sums and everything else in `dtype`.
-    """
-
-    rows: int = 16
-    max_length: int = 1024
-    prefill_buckets: tuple[int, ...] = (32, 128, 512, 1024)
-    dtype: str = "float32"
-    products: str = "float32"
-
-    def __post_init__(self) -> None:
-        if self.rows < 1 or self.max_length < 2:
-            raise ValueError(
-                f"rows is {self.rows} and max_length {self.max_length}; "
-                "expected at least 1 row and 2 tokens"
-            )
-        if any(b < 1 for b in self.prefill_buckets):
-            raise ValueError(f"prefill_buckets are {self.prefill_buckets}; expected positive sizes")
-        for name in ("dtype", "products"):
-            value = getattr(self, name)
-            if value not in ("float32", "bfloat16"):
-                raise ValueError(f"{name} is {value!r}; expected 'float32' or 'bfloat16'")
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """The buckets in use: sorted, none above max_length, which is always one."""
-        return (*sorted({b for b in self.prefill_buckets if b < self.max_length}), self.max_length)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """Everything that a decode step reads and writes.
-
-    Attributes:
-      cache: keys and values of every layer, [B, S, K, H].
-      lengths: int32[B], tokens in the cache.
-      tokens: int32[B], the newest token of a row, not yet in the cache.
-      slots: int32[B], each row's variant; -1 is the base.
-      active: bool[B], whether a request lives in the row.
-      sampling: each row's settings.
-    """
-
-    cache: list[LayerCache]
-    lengths: Array
-    tokens: Array
-    slots: Array
-    active: Array
-    sampling: RowSampling
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Prefilled:
-    """A prompt that was read and waits for a row.
-
-    Attributes:
-      cache: keys and values of every layer, [1, T, K, H].
-      length: int32[1], true tokens of the prompt.
-      token: int32[1], the first token of the answer.
-      slot: int32[1].
-      sampling: the request's settings, B = 1.
-    """
-
-    cache: list[LayerCache]
-    length: Array
-    token: Array
-    slot: Array
-    sampling: RowSampling
+_WRITE, _DECODE = "write_slot", "decode"
 
 
 def place_params(config: ModelConfig, params: Params, placement: Placement | None = None) -> Params:
@@ -134,6 +66,7 @@ class Engine:
       config: the architecture as held; see `zen_jax.delta.widen`.
       sizes: what was fixed at start.
       schema: the shapes of the bank.
+      programs: what is compiled, or will be.
     """
 
     def __init__(
@@ -147,7 +80,7 @@ class Engine:
 
         Args:
           params: the base's arrays as held, placed by `place_params` on the same mesh.
-          sizes: rows, lengths, buckets.
+          sizes: rows, lengths, chunks.
           schema: the shapes of the bank and of the model.
           mesh: axes (data, model), or None for one device.
 
@@ -165,28 +98,13 @@ class Engine:
         self._dtype = jnp.dtype(sizes.dtype)
         products = None if sizes.products == "float32" else jnp.bfloat16
         self._merge = make_merge(config, self.placement, products)
-        state = self._state_shardings()
-        bank = self._bank_shardings(stacked=True)
-        # Partial functions, since equal functions would share their compiled programs, and counts.
-        self._prefill: Any = jax.jit(self._prefill_step)
-        self._insert: Any = jax.jit(
-            functools.partial(_insert), donate_argnums=0, out_shardings=state
-        )
-        self._release: Any = jax.jit(
-            functools.partial(_release), donate_argnums=0, out_shardings=state
-        )
-        self._decode: Any = jax.jit(
-            self._decode_step, donate_argnums=2, out_shardings=(state, self._replicated())
-        )
-        self._write_slot: Any = jax.jit(
-            functools.partial(write_slot), donate_argnums=0, out_shardings=bank
-        )
+        self.programs = Programs()
+        self._add_programs()
 
     @property
     def compiles(self) -> int:
-        """How many programs the engine's functions have been compiled to so far."""
-        functions = (self._prefill, self._insert, self._release, self._decode, self._write_slot)
-        return sum(function._cache_size() for function in functions)
+        """How many programs have been compiled so far."""
+        return self.programs.compiles
 
     @property
     def params(self) -> Params:
@@ -195,15 +113,7 @@ class Engine:
 
     def init_state(self) -> DecodeState:
         """A state without requests."""
-        rows = self.sizes.rows
-        state = DecodeState(
-            cache=make_cache(self.config, rows, self.sizes.max_length, self._dtype, self.placement),
-            lengths=jnp.zeros((rows,), jnp.int32),
-            tokens=jnp.zeros((rows,), jnp.int32),
-            slots=jnp.full((rows,), BASE_SLOT, jnp.int32),
-            active=jnp.zeros((rows,), bool),
-            sampling=RowSampling.empty(rows),
-        )
+        state = self._empty_state()
         return state if self.placement is None else jax.device_put(state, self._state_shardings())
 
     def init_bank(self) -> DeltaBank:
@@ -231,134 +141,255 @@ class Engine:
         """
         if not 0 <= slot < self.schema.slots:
             raise ValueError(f"slot is {slot}; the bank has slots 0 to {self.schema.slots - 1}")
-        return self._write_slot(bank, np.int32(slot), staged)
+        return self.programs(_WRITE, bank, np.int32(slot), staged)
+
+    def check(self, chunk: Chunk) -> None:
+        """Sees whether a chunk can be read.
+
+        Raises:
+          ValueError: an invalid row, slot or place in the row, no tokens or too many, or a token
+            outside 0..V-1.
+        """
+        sizes, count = self.sizes, len(chunk.token_ids)
+        if not 0 <= chunk.row < sizes.rows:
+            raise ValueError(f"row is {chunk.row}; expected 0 to {sizes.rows - 1}")
+        if not BASE_SLOT <= chunk.slot < self.schema.slots:
+            raise ValueError(f"slot is {chunk.slot}; expected -1 to {self.schema.slots - 1}")
+        if chunk.start < 0 or count < 1 or chunk.total > sizes.max_length:
+            raise ValueError(
+                f"the prompt has {chunk.total} tokens, {count} of them in this part; expected 1 to "
+                f"{sizes.max_length}"
+            )
+        ids = np.asarray(chunk.token_ids, np.int64)
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            raise ValueError(f"a token id is outside 0 to {self.config.vocab_size - 1}")
 
     def prefill(
+        self, bank: DeltaBank, state: DecodeState, chunks: Sequence[Chunk]
+    ) -> tuple[DecodeState, Sampled]:
+        """Reads chunks of several prompts into their rows; `state` is donated.
+
+        A row whose last chunk this is decodes from now on, unless its first token stops it.
+
+        Args:
+          bank: the resident variants.
+          state: rows of the chunks have their prompts' earlier tokens, and do not decode.
+          chunks: of different rows, no more and no longer than one of `sizes.shapes` takes.
+
+        Returns:
+          The new state, and what was sampled for each of C >= len(chunks) chunks, the first token
+          of the answer after a last one and -1 after others.
+
+        Raises:
+          ValueError: a chunk is invalid, see `check`; two are of one row; or no shape takes them.
+        """
+        for chunk in chunks:
+            self.check(chunk)
+        if len({chunk.row for chunk in chunks}) < len(chunks):
+            raise ValueError("two chunks are of one row; expected one of each row in a call")
+        shape = shape_for([len(chunk.token_ids) for chunk in chunks], self.sizes.shapes)
+        batch = ChunkBatch.of(chunks, shape, self.sizes)
+        return self.programs(shape, self._params, bank, state, batch)
+
+    def enter(
         self,
         bank: DeltaBank,
+        state: DecodeState,
+        row: int,
         slot: int,
         token_ids: Sequence[int],
         sampling: SamplingParams,
         seed: int,
-        sample_index: int = 0,
-    ) -> Prefilled:
-        """Reads a prompt and chooses the first token of the answer.
+        **options: Any,
+    ) -> tuple[DecodeState, int]:
+        """Reads a whole prompt into a row, chunk after chunk; `state` is donated.
+
+        Args:
+          bank, state, row, slot, sampling, seed: as in `prefill` and `Chunk`.
+          token_ids: the prompt, 1 to max_length tokens.
+          options: further fields of `Chunk`.
+
+        Returns:
+          The new state and the first token of the answer.
+
+        Raises:
+          ValueError: as `check` does.
+        """
+        whole = Chunk(row, slot, token_ids, sampling=sampling, seed=seed, **options)
+        self.check(whole)
+        size, sampled = max(t for _, t in self.sizes.shapes), None
+        for start in range(0, len(token_ids), size):
+            part = token_ids[start : start + size]
+            last = start + len(part) == len(token_ids)
+            prompt = len(token_ids) if whole.prompt is None else whole.prompt
+            chunk = dataclasses.replace(
+                whole, token_ids=part, start=start, last=last, prompt=prompt
+            )
+            state, sampled = self.prefill(bank, state, [chunk])
+        assert sampled is not None
+        return state, int(np.asarray(sampled.token)[0])
+
+    def decode(
+        self,
+        bank: DeltaBank,
+        state: DecodeState,
+        steps: int = 1,
+        rows: Sequence[int] | None = None,
+    ) -> tuple[DecodeState, Sampled]:
+        """Makes decode steps over the rows that are active; `state` is donated.
 
         Args:
           bank: the resident variants.
-          slot: the request's variant, -1 for the base.
-          token_ids: 1 to max_length tokens.
-          sampling: validated settings.
-          seed: 0 to 2**64 - 1.
-          sample_index: which of several samples of the request this is.
-
-        Raises:
-          ValueError: an invalid slot, an empty or too long prompt, or a token outside 0..V-1.
-        """
-        ids = np.asarray(token_ids, np.int64)
-        if not BASE_SLOT <= slot < self.schema.slots:
-            raise ValueError(f"slot is {slot}; expected -1 to {self.schema.slots - 1}")
-        if not 1 <= ids.size <= self.sizes.max_length:
-            raise ValueError(
-                f"the prompt has {ids.size} tokens; expected 1 to {self.sizes.max_length}"
-            )
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            raise ValueError(f"a token id is outside 0 to {self.config.vocab_size - 1}")
-        bucket = next(b for b in self.sizes.buckets if b >= ids.size)
-        padded = np.zeros((1, bucket), np.int32)
-        padded[0, : ids.size] = ids
-        return self._prefill(
-            self._params,
-            bank,
-            padded,
-            np.array([ids.size], np.int32),
-            np.array([slot], np.int32),
-            RowSampling.of(sampling, seed),
-            np.int32(sample_index),
-        )
-
-    def insert(self, state: DecodeState, prefilled: Prefilled, row: int) -> DecodeState:
-        """Gives a prefilled request a row; `state` is donated.
-
-        Raises:
-          ValueError: there is no such row.
-        """
-        self._check_row(row)
-        return self._insert(state, prefilled, np.int32(row))
-
-    def decode(self, bank: DeltaBank, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-        """One token for every active row; `state` is donated.
+          state: of the rows.
+          steps: 1 to max_steps. A row that stops on the way makes no more of them.
+          rows: those that go on; all others are given up. None: all.
 
         Returns:
-          The new state, and int32[B] tokens (of inactive rows: anything).
-        """
-        return self._decode(self._params, bank, state)
-
-    def release(self, state: DecodeState, row: int) -> DecodeState:
-        """Makes a row inactive; `state` is donated.
+          The new state, and what was sampled, [max_steps, B] each; a token is -1 where a row did
+          not decode.
 
         Raises:
-          ValueError: there is no such row.
+          ValueError: too many steps, or none.
         """
-        self._check_row(row)
-        return self._release(state, np.int32(row))
+        if not 1 <= steps <= self.sizes.max_steps:
+            raise ValueError(f"steps is {steps}; expected 1 to {self.sizes.max_steps}")
+        kept = np.full((self.sizes.rows,), rows is None)
+        if rows is not None:
+            kept[list(rows)] = True
+        return self.programs(_DECODE, self._params, bank, state, np.int32(steps), kept)
 
-    def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compiles everything that serving needs, by running it once on a state of its own.
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compiles everything that serving needs, several programs at a time.
 
         Args:
-          progress: told the name of what comes next, how many are done and how many there are.
+          progress: told the name of what was compiled, how many are done and how many there are.
         """
-        buckets = self.sizes.buckets
-        total = len(buckets) + 3
-        tell = progress or (lambda name, done, total: None)
-        tell("bank", 0, total)
-        empty = fuse_empty(self.schema.held.base)
-        bank = self.write_slot(self.init_bank(), 0, self.stage(empty))
-        state = self.init_state()
-        for i, bucket in enumerate(buckets):
-            tell(f"prefill {bucket}", i + 1, total)
-            done = self.prefill(bank, BASE_SLOT, [0] * bucket, SamplingParams(), 0)
-            state = self.insert(state, done, 0)
-        tell("decode", total - 2, total)
-        state, tokens = self.decode(bank, state)
-        tell("release", total - 1, total)
-        jax.block_until_ready((self.release(state, 0), tokens))
-        tell("ready", total, total)
+        self.programs.compile_all(progress)
 
-    def _check_row(self, row: int) -> None:
-        if not 0 <= row < self.sizes.rows:
-            raise ValueError(f"row is {row}; expected 0 to {self.sizes.rows - 1}")
+    # What is compiled.
 
-    def _prefill_step(
+    def _add_programs(self) -> None:
+        """Says which programs there are; each gets shapes, not arrays, to be compiled from."""
+        state, rest = self._state_shardings(), self._replicated()
+        bank = self._bank_shardings(stacked=True)
+
+        def like(tree: Any, where: Any = None) -> Any:
+            shardings = where or jax.tree.map(lambda _: rest, tree)
+            return jax.tree.map(
+                lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings
+            )
+
+        @functools.cache
+        def device() -> tuple[Any, Any, Any]:
+            own = jax.tree.map(lambda a: a if rest is None else a.sharding, self._params)
+            params = like(self._params, None if rest is None else own)
+            return (
+                params,
+                like(jax.eval_shape(self.schema.empty), bank),
+                like(jax.eval_shape(self._empty_state), state),
+            )
+
+        def written() -> tuple[Any, ...]:
+            _, stacked, _ = device()
+            slot = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
+            return stacked, like(np.int32(0)), like(slot, self._bank_shardings(stacked=False))
+
+        # Partial functions, since equal functions would share their compiled programs, and counts.
+        write: Any = jax.jit(functools.partial(write_slot), donate_argnums=0, out_shardings=bank)
+        self.programs.add(_WRITE, "write a slot", write, written)
+        step: Any = functools.partial(jax.jit, donate_argnums=2, out_shardings=(state, rest))
+        kept = np.zeros((self.sizes.rows,), bool)
+        self.programs.add(
+            _DECODE,
+            "decode",
+            step(self._decode_steps),
+            lambda: (*device(), like(np.int32(0)), like(kept)),
+        )
+        chunk_step = step(self._chunk_step)
+
+        def read(shape: Shape) -> tuple[Any, ...]:
+            return (*device(), like(ChunkBatch.of((), shape, self.sizes)))
+
+        for count, length in self.sizes.shapes:
+            name = f"prefill {count} x {length}"
+            arguments = functools.partial(read, (count, length))
+            self.programs.add((count, length), name, chunk_step, arguments)
+
+    def _chunk_step(
+        self, params: Params, bank: DeltaBank, state: DecodeState, batch: ChunkBatch
+    ) -> tuple[DecodeState, Sampled]:
+        model = self._merge(bind(params, bank.weights, batch.slots))
+        offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
+        where = ChunkRows(batch.rows, batch.lengths)
+        positions = batch.starts[:, None] + offsets
+        hidden, cache = model(batch.tokens, positions, state.cache, self._dtype, where)
+        last = jnp.maximum(batch.lengths - 1, 0)[:, None, None]
+        logits = self._logits(model, jnp.take_along_axis(hidden, last, 1), bank, batch.slots)
+        total = batch.starts + batch.lengths
+        own = own_settings(batch)
+        sampled = Sampled(sample(logits, own, total))
+        go_on = batch.last & ~_stopped(sampled.token, total, batch.stops, batch.ends)
+
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[batch.rows].set(new.astype(old.dtype), mode="drop")
+
+        new = DecodeState(
+            cache=cache,
+            lengths=put(state.lengths, total),
+            tokens=put(state.tokens, sampled.token),
+            slots=put(state.slots, batch.slots),
+            active=put(state.active, go_on),
+            prompts=put(state.prompts, batch.prompts),
+            ends=put(state.ends, batch.ends),
+            stops=put(state.stops, batch.stops),
+            sampling=jax.tree.map(put, state.sampling, own),
+        )
+        return new, _only(batch.last, sampled)
+
+    def _decode_steps(
         self,
         params: Params,
         bank: DeltaBank,
-        tokens: jax.Array,
-        length: jax.Array,
-        slot: jax.Array,
-        sampling: RowSampling,
-        sample_index: jax.Array,
-    ) -> Prefilled:
-        model = self._merge(bind(params, bank.weights, slot))
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        hidden, cache = model(tokens, positions, dtype=self._dtype)
-        last = jax.lax.dynamic_slice_in_dim(hidden, length[0] - 1, 1, axis=1)
-        own = sampling.for_sample(sample_index)
-        token = sample(self._logits(model, last, bank, slot), own, length)
-        return Prefilled(cache, length, token, slot, own)
+        state: DecodeState,
+        steps: jax.Array,
+        kept: jax.Array,
+    ) -> tuple[DecodeState, Sampled]:
+        state = dataclasses.replace(state, active=state.active & kept)
+        shapes = jax.eval_shape(self._decode_step, params, bank, state)[1]
+        room = jax.tree.map(lambda a: jnp.zeros((self.sizes.max_steps, *a.shape), a.dtype), shapes)
+        room = dataclasses.replace(room, token=jnp.full_like(room.token, -1))
+
+        def more(carry: tuple[jax.Array, DecodeState, Sampled]) -> jax.Array:
+            return (carry[0] < steps) & jnp.any(carry[1].active)
+
+        def step(carry: tuple[jax.Array, DecodeState, Sampled]) -> Any:
+            i, state, room = carry
+            state, sampled = self._decode_step(params, bank, state)
+            return i + 1, state, jax.tree.map(lambda all, one: all.at[i].set(one), room, sampled)
+
+        _, state, room = jax.lax.while_loop(more, step, (jnp.int32(0), state, room))
+        return state, room
 
     def _decode_step(
         self, params: Params, bank: DeltaBank, state: DecodeState
-    ) -> tuple[DecodeState, jax.Array]:
-        model = self._merge(bind(params, bank.weights, state.slots))
-        at = jnp.where(state.active, state.lengths, self.sizes.max_length)
+    ) -> tuple[DecodeState, Sampled]:
+        active = state.active
+        slots = jnp.where(active, state.slots, BASE_SLOT)
+        model = self._merge(bind(params, bank.weights, slots))
+        at = jnp.where(active, state.lengths, state.cache[0].k.shape[1])
         hidden, cache = model(state.tokens[:, None], at[:, None], state.cache, self._dtype)
-        lengths = jnp.where(state.active, state.lengths + 1, state.lengths)
-        logits = self._logits(model, hidden, bank, state.slots)
-        tokens = sample(logits, state.sampling, lengths)
-        new = dataclasses.replace(state, cache=cache, lengths=lengths, tokens=tokens)
-        return new, tokens
+        lengths = state.lengths + active
+        heat = jnp.where(active, state.sampling.temperature, 0.0)
+        settings = dataclasses.replace(state.sampling, temperature=heat)
+        sampled = Sampled(sample(self._logits(model, hidden, bank, slots), settings, lengths))
+        new = dataclasses.replace(
+            state,
+            cache=cache,
+            lengths=lengths,
+            tokens=jnp.where(active, sampled.token, state.tokens),
+            active=active & ~_stopped(sampled.token, lengths, state.stops, state.ends),
+        )
+        return new, _only(active, sampled)
 
     def _logits(
         self, model: Transformer, hidden: jax.Array, bank: DeltaBank, slots: jax.Array
@@ -376,6 +407,13 @@ class Engine:
         size = jnp.where(valid, own, self.schema.held.base.vocab_size)
         return jnp.where(jnp.arange(logits.shape[1]) < size[:, None], logits, -jnp.inf)
 
+    # Where things lie.
+
+    def _empty_state(self) -> DecodeState:
+        sizes = self.sizes
+        cache = make_cache(self.config, sizes.rows, sizes.max_length, self._dtype)
+        return DecodeState.empty(cache, sizes.rows, sizes.max_length)
+
     def _replicated(self) -> Any:
         return (
             None if self.placement is None else NamedSharding(self.placement.mesh, PartitionSpec())
@@ -385,14 +423,9 @@ class Engine:
         if self.placement is None:
             return None
         kv, rest = self.placement.sharding(KV_AXES), self._replicated()
-        return DecodeState(
-            cache=[LayerCache(kv, kv) for _ in range(self.config.num_layers)],
-            lengths=rest,
-            tokens=rest,
-            slots=rest,
-            active=rest,
-            sampling=RowSampling(rest, rest, rest, rest),
-        )
+        others = jax.tree.map(lambda _: rest, jax.eval_shape(self._empty_state))
+        cache = [LayerCache(kv, kv) for _ in range(self.config.num_layers)]
+        return dataclasses.replace(others, cache=cache)
 
     def _bank_shardings(self, *, stacked: bool) -> DeltaBank | None:
         """Where the parts of a slot lie, or of the bank when stacked."""
@@ -418,28 +451,11 @@ def fuse_empty(config: ModelConfig) -> dict[str, WeightDelta]:
     return {name: WeightDelta() for name in names}
 
 
-def _insert(state: DecodeState, prefilled: Prefilled, row: jax.Array) -> DecodeState:
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(old, new[0].astype(old.dtype), row, 0)
-
-    return DecodeState(
-        cache=[
-            write_row(old, new, row) for old, new in zip(state.cache, prefilled.cache, strict=True)
-        ],
-        lengths=put(state.lengths, prefilled.length),
-        tokens=put(state.tokens, prefilled.token),
-        slots=put(state.slots, prefilled.slot),
-        active=state.active.at[row].set(True),
-        sampling=jax.tree.map(put, state.sampling, prefilled.sampling),
-    )
+def _stopped(token: jax.Array, lengths: jax.Array, stops: jax.Array, ends: jax.Array) -> jax.Array:
+    """bool[B]: whether a row's newest token, the one after `lengths` others, is its last."""
+    return jnp.any(token[:, None] == stops, axis=1) | (lengths + 1 >= ends)
 
 
-def _release(state: DecodeState, row: jax.Array) -> DecodeState:
-    return dataclasses.replace(
-        state,
-        active=state.active.at[row].set(False),
-        slots=state.slots.at[row].set(BASE_SLOT),
-        sampling=dataclasses.replace(
-            state.sampling, temperature=state.sampling.temperature.at[row].set(0.0)
-        ),
-    )
+def _only(ran: jax.Array, sampled: Sampled) -> Sampled:
+    """What was sampled, with token -1 in the rows that did not run."""
+    return dataclasses.replace(sampled, token=jnp.where(ran, sampled.token, -1))

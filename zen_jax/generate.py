@@ -290,23 +290,34 @@ def _decode_all(
     free = list(range(engine.sizes.rows))
     while waiting or rows:
         while waiting and free:
-            answer = waiting.pop()
-            prefilled = engine.prefill(bank, slot, answer.prompt, sampling, answer.seed)
-            answer.tokens.append(int(prefilled.token[0]))
-            if not answer.done:
-                row = free.pop()
-                state = engine.insert(state, prefilled, row)
-                rows[row] = answer
+            answer, row = waiting.pop(), free.pop()
+            state, first = engine.enter(
+                bank,
+                state,
+                row,
+                slot,
+                answer.prompt,
+                sampling,
+                answer.seed,
+                stops=sorted(answer.ends),
+                end=len(answer.prompt) + answer.limit,
+            )
+            answer.tokens.append(first)
+            rows[row] = answer
+            if answer.done:
+                free.append(row)
+                del rows[row]
         if not rows:
             continue
-        state, tokens = engine.decode(bank, state)
-        chosen = np.asarray(tokens)
-        for row, answer in list(rows.items()):
-            answer.tokens.append(int(chosen[row]))
-            if answer.done:
-                state = engine.release(state, row)
-                del rows[row]
-                free.append(row)
+        left = max(answer.limit - len(answer.tokens) for answer in rows.values())
+        steps = min(left, engine.sizes.max_steps)
+        state, sampled = engine.decode(bank, state, steps, list(rows))
+        for tokens in np.asarray(sampled.token)[:steps]:
+            for row, answer in list(rows.items()):
+                answer.tokens.append(int(tokens[row]))
+                if answer.done:
+                    del rows[row]
+                    free.append(row)
 
 
 def load(store: str | Path, *, rows: int = 8, max_length: int | None = None) -> Family:

@@ -27,6 +27,20 @@ class LayerCache:
     v: Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChunkRows:
+    """Where the chunks of a call belong.
+
+    Attributes:
+      rows: int32[C], each chunk's row of the cache; one outside 0..B-1 with length 0 is nobody's.
+      lengths: int32[C], true tokens of each chunk.
+    """
+
+    rows: Array
+    lengths: Array
+
+
 def make_cache(
     config: ModelConfig,
     rows: int,
@@ -69,10 +83,32 @@ def write_token(cache: LayerCache, k: jax.Array, v: jax.Array, at: jax.Array) ->
     return LayerCache(put(cache.k, k), put(cache.v, v))
 
 
-def write_row(cache: LayerCache, fresh: LayerCache, row: jax.Array) -> LayerCache:
-    """Writes a prompt's keys and values, [1, T, K, H] with T <= S, at the start of one row."""
+def write_chunks(
+    cache: LayerCache, k: jax.Array, v: jax.Array, starts: jax.Array, where: ChunkRows
+) -> LayerCache:
+    """Writes chunks into their rows, and nothing beside their true tokens.
+
+    Args:
+      cache: [B, S, K, H].
+      k: [C, T, K, H] with T <= S.
+      v: [C, T, K, H].
+      starts: int32[C], each chunk's first position.
+      where: the rows, no two chunks in one, and the chunks' lengths.
+    """
+    size, positions = k.shape[1], cache.k.shape[1]
+    # What would reach over the end is written as much further ahead, behind what stands there.
+    at = jnp.minimum(starts, positions - size)
+    behind = starts - at
+    place = jnp.arange(size)
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (row, 0, 0, 0))
+        for c in range(new.shape[0]):
+            corner = (where.rows[c], at[c], 0, 0)
+            there = jax.lax.dynamic_slice(old, corner, (1, *new.shape[1:]))
+            moved = jnp.roll(new[c].astype(old.dtype), behind[c], axis=0)
+            mine = (place >= behind[c]) & (place < behind[c] + where.lengths[c])
+            whole = jnp.where(mine[:, None, None], moved, there)
+            old = jax.lax.dynamic_update_slice(old, whole, corner)
+        return old
 
-    return LayerCache(put(cache.k, fresh.k), put(cache.v, fresh.v))
+    return LayerCache(put(cache.k, k), put(cache.v, v))

@@ -15,9 +15,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from zen_jax.attention import attend, rotary_angles, rotary_frequencies, rotate, visible
+from zen_jax.attention import (
+    attend,
+    attend_rows,
+    rotary_angles,
+    rotary_frequencies,
+    rotate,
+    visible,
+)
 from zen_jax.config import ModelConfig
-from zen_jax.kv_cache import LayerCache, write_token
+from zen_jax.kv_cache import ChunkRows, LayerCache, write_chunks, write_token
 from zen_jax.layout import Params, ParamSpec, map_specs, param_specs
 from zen_jax.linear import embed, linear, vector
 from zen_jax.sharding import Placement
@@ -118,14 +125,23 @@ class Attention(nnx.Module):
         return rotate(q, angles), rotate(k, angles), v
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, cache: LayerCache | None
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        cache: LayerCache | None,
+        where: ChunkRows | None,
     ) -> tuple[jax.Array, LayerCache]:
-        """Attends causally to x itself, or, one token a row, to the cache.
+        """Attends causally to x itself; or, one token a row, to the cache; or, chunks of prompts,
+        each to its own row of the cache.
 
         Returns the output [B, T, D] and the layer's keys and values: x's own, or the cache with
         them written at ``positions``.
         """
         q, k, v = self.project(x, positions)
+        if cache is not None and where is not None:
+            seen = write_chunks(cache, k, v, positions[:, 0], where)
+            y = attend_rows(q, seen, where, positions[:, 0], self.window, self.qkv.how.placement)
+            return self.o(y.reshape(*x.shape[:2], -1)), seen
         if cache is None:
             seen, keys = LayerCache(k, v), positions
         else:
@@ -161,10 +177,14 @@ class Layer(nnx.Module):
         self.mlp = MLP(specs, how)
 
     def __call__(
-        self, x: jax.Array, positions: jax.Array, cache: LayerCache | None
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        cache: LayerCache | None,
+        where: ChunkRows | None,
     ) -> tuple[jax.Array, LayerCache]:
         """[B, T, D] -> [B, T, D] and the layer's keys and values."""
-        y, seen = self.attention(self.attn_norm(x), positions, cache)
+        y, seen = self.attention(self.attn_norm(x), positions, cache, where)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), seen
 
@@ -190,13 +210,15 @@ class Transformer(nnx.Module):
         positions: jax.Array,
         cache: list[LayerCache] | None = None,
         dtype: jax.typing.DTypeLike = jnp.float32,
+        where: ChunkRows | None = None,
     ) -> tuple[jax.Array, list[LayerCache]]:
         """int32[B, T] tokens and positions -> hidden states dtype[B, T, D] after the final norm,
-        and every layer's keys and values."""
+        and every layer's keys and values. With ``where``, a batch of chunks of prompts, each of a
+        row of the cache."""
         x = self.embed.lookup(tokens, dtype)
         seen = []
         for i, layer in enumerate(self.layers):
-            x, kept = layer(x, positions, None if cache is None else cache[i])
+            x, kept = layer(x, positions, None if cache is None else cache[i], where)
             seen.append(kept)
         return self.final_norm(x), seen
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.aot import h100
 from pallas_kernels.aot.compile import Kernel, Report, report
 from pallas_kernels.bitdelta_matmul import mosaic_layout as layout
-from pallas_kernels.bitdelta_matmul import mosaic_rows, mosaic_tiles
+from pallas_kernels.bitdelta_matmul import mosaic_plan, mosaic_rows, mosaic_tiles
 
 # A Hopper multiprocessor: registers, and bytes of shared memory that a program may have.
 REGISTERS, SHARED = 65536, 227 << 10
@@ -77,7 +77,7 @@ def _weights(outputs: int, inputs: int) -> list[tuple[tuple[int, ...], Any]]:
 
 def _rows(one: bool, rows: int, outputs: int, inputs: int) -> tuple[Callable[..., Any], list]:
     def product(x: Any, w: Any, words: Any, scale: Any, slots: Any) -> jax.Array:
-        planned = mosaic_rows.plan(slots, VARIANTS, 1, one)
+        planned = mosaic_plan.plan(slots, VARIANTS, 1, one)
         return mosaic_rows.rows_matmul(x, w, words, scale, planned, one=one)
 
     x, slots = ((rows, inputs), jnp.bfloat16), ((rows,), jnp.int32)

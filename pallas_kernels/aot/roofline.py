@@ -10,7 +10,8 @@ import dataclasses
 
 from pallas_kernels.aot.sass import Loop
 from pallas_kernels.bitdelta_matmul import mosaic_layout as layout
-from pallas_kernels.bitdelta_matmul.mosaic_rows import MULTIPROCESSORS, RowsTuning, padded_rows
+from pallas_kernels.bitdelta_matmul.mosaic_plan import padded_rows
+from pallas_kernels.bitdelta_matmul.mosaic_rows import MULTIPROCESSORS, RowsTuning
 from pallas_kernels.bitdelta_matmul.mosaic_tiles import HIGH, TilesTuning
 
 CARDS = {"H100": 3.35e12, "H200": 4.8e12}  # SXM; bytes/s from memory

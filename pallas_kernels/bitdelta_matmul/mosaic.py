@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bitdelta_matmul import mosaic_layout as layout
-from pallas_kernels.bitdelta_matmul import mosaic_rows, mosaic_tiles
-from pallas_kernels.bitdelta_matmul.mosaic_rows import Plan, pad_weight
+from pallas_kernels.bitdelta_matmul import mosaic_plan, mosaic_rows, mosaic_tiles
+from pallas_kernels.bitdelta_matmul.mosaic_plan import MOST_ROWS, Plan
+from pallas_kernels.bitdelta_matmul.mosaic_rows import pad_weight
 
 __all__ = ["KernelBank", "Plan", "from_kernel_order", "pad_weight", "to_kernel_order"]
 
@@ -81,7 +82,7 @@ def bitdelta_matmul(
       slot: int32[]; one outside 0..M-1 reads as the base.
       interpret: parameters of the interpreter; compiled when not given.
     """
-    if x.shape[0] <= mosaic_rows.MOST_ROWS:
+    if x.shape[0] <= MOST_ROWS:
         slots = jnp.broadcast_to(slot, (x.shape[0],))
         planned = plan(slots, bank, one=True)
         return mosaic_rows.rows_matmul(
@@ -102,7 +103,7 @@ def plan(slots: jax.Array, bank: KernelBank, one: bool = False) -> Plan:
       bank: any weight's.
       one: whether all rows have one slot.
     """
-    return mosaic_rows.plan(slots, bank.words.shape[0], bank.words.shape[1], one)
+    return mosaic_plan.plan(slots, bank.words.shape[0], bank.words.shape[1], one)
 
 
 def bitdelta_matmul_mixed(
@@ -124,12 +125,11 @@ def bitdelta_matmul_mixed(
       planned: `plan` of the slots, for up to 64 rows; made here when not given.
       interpret: parameters of the interpreter; compiled when not given.
     """
-    most = mosaic_rows.MOST_ROWS
     # Sorted first, so that a variant's rows fall into few of the calls.
-    order = jnp.argsort(slots) if x.shape[0] > most else None
+    order = jnp.argsort(slots) if x.shape[0] > MOST_ROWS else None
     parts = []
-    for at in range(0, x.shape[0], most):
-        own = slice(at, at + most) if order is None else order[at : at + most]
+    for at in range(0, x.shape[0], MOST_ROWS):
+        own = slice(at, at + MOST_ROWS) if order is None else order[at : at + MOST_ROWS]
         of_part = plan(slots[own], bank) if planned is None else planned
         parts.append(
             mosaic_rows.rows_matmul(x[own], w, bank.words, bank.scale, of_part, interpret=interpret)

@@ -78,13 +78,7 @@ def _forward(
 
 
 def _backward(window: int | None, level: int, saved: tuple, g: jax.Array) -> tuple:
-    q, k, v, *where = saved
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return reference.prompt_attention(q, k, v, where[0], where[1], where[2], window)
-
-    _, pull = jax.vjp(attend, q, k, v)
-    return (*pull(g), *(np.zeros(a.shape, jax.dtypes.float0) for a in where))
+    return reference.backward(saved, window, g)
 
 
 prompt_attention.defvjp(_forward, _backward)

@@ -1,7 +1,8 @@
 """A prompt's attention: one function, and who computes it.
 
-"reference" is plain XLA and runs everywhere. "cpu" is our kernel. "auto" chooses when a program is
-traced.
+"reference" is plain XLA and says what is meant; "blocks" is plain XLA too, and does not make all
+scores at once. "cpu" is our kernel. "auto" takes the kernel where there is one, else "blocks"; it
+chooses when a program is traced.
 """
 
 from typing import Literal
@@ -9,9 +10,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.prompt_attention import cpu, reference
+from pallas_kernels.prompt_attention import blocks, cpu, reference
 
-Implementation = Literal["auto", "reference", "cpu"]
+Implementation = Literal["auto", "reference", "blocks", "cpu"]
 
 
 def prompt_attention(
@@ -54,18 +55,17 @@ def prompt_attention(
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; expected at least 1 position, or None for all")
     case = (q, k, v, rows, starts, lengths, window)
-    return (
-        cpu.prompt_attention(*case)
-        if _on_cpu(implementation, q, k)
-        else reference.prompt_attention(*case)
-    )
+    if _on_cpu(implementation, q, k):
+        return cpu.prompt_attention(*case)
+    chosen = reference if implementation == "reference" else blocks
+    return chosen.prompt_attention(*case)
 
 
 def _on_cpu(implementation: str, q: jax.Array, k: jax.Array) -> bool:
     match implementation:
         case "auto":
             return cpu.takes(q, k) and cpu.available()
-        case "reference":
+        case "reference" | "blocks":
             return False
         case "cpu" if cpu.takes(q, k) and cpu.available():
             return True
@@ -76,5 +76,6 @@ def _on_cpu(implementation: str, q: jax.Array, k: jax.Array) -> bool:
             )
         case _:
             raise ValueError(
-                f"implementation is {implementation!r}; expected 'auto', 'reference' or 'cpu'"
+                f"implementation is {implementation!r}; expected 'auto', 'reference', 'blocks' or "
+                "'cpu'"
             )

@@ -6,6 +6,7 @@ S positions.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Below every score, and finite: a query without visible positions gives no NaN.
 _MASKED = -1e30
@@ -57,3 +58,20 @@ def prompt_attention(
     return (
         jnp.where(there[..., None, None, None], y, 0.0).astype(q.dtype).reshape(count, *q.shape[1:])
     )
+
+
+def backward(case: tuple, window: int | None, g: jax.Array) -> tuple:
+    """Cotangents of what `prompt_attention` was called with, from that of its result.
+
+    Args:
+      case: q, k, v, rows, starts, lengths.
+      window: positions seen, or None.
+      g: of the result.
+    """
+    q, k, v, *where = case
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return prompt_attention(q, k, v, where[0], where[1], where[2], window)
+
+    _, pull = jax.vjp(attend, q, k, v)
+    return (*pull(g), *(np.zeros(a.shape, jax.dtypes.float0) for a in where))

@@ -14,20 +14,25 @@ from zen.v1 import generate_pb2, variants_pb2
 def generate(
     address: str, model: str, prompt: str, options: RequestOptions, *, chat: bool, as_json: bool
 ) -> None:
-    """Prints an answer as it comes, and below it how it ended."""
+    """Prints an answer as it comes, and below it how it ended; of several samples each when all
+    have ended."""
     text: str | None = prompt
     if chat:
         options["messages"] = [{"role": "user", "content": prompt}]
         text = None
+    several = options.get("n", 1) > 1
     with ZenClient(address) as client, client.stream(model, text, **options) as stream:
         for piece in stream:
-            if not as_json:
+            if not as_json and not several:
                 console.show(piece, end="")
-        if as_json:
-            console.print_json(_as_dict(stream.generation))
-        else:
-            console.show("")
-            console.note(_summary(stream.generation.completion))
+        answers = stream.samples
+    if as_json:
+        answer = _as_dict(answers[0])
+        console.print_json([_as_dict(each) for each in answers] if several else answer)
+        return
+    for answer in answers:
+        console.show(answer.text if several else "")
+        console.note(_summary(answer.completion))
 
 
 def list_variants(address: str, *, as_json: bool) -> None:
@@ -76,4 +81,9 @@ def _as_dict(generation: Generation) -> dict[str, Any]:
         preserving_proto_field_name=True,
         always_print_fields_with_no_presence=True,
     )
-    return {"text": generation.text, "token_ids": generation.token_ids, "completion": completion}
+    answer = {"text": generation.text, "token_ids": generation.token_ids, "completion": completion}
+    for name in ("logprobs", "prompt_logprobs"):
+        entries = getattr(generation, name)
+        if entries:
+            answer[name] = [MessageToDict(e, preserving_proto_field_name=True) for e in entries]
+    return answer

@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPUSharedMemory
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.bitdelta_matmul import mosaic, mosaic_rows, mosaic_tiles
+from pallas_kernels.bitdelta_matmul import mosaic, mosaic_plan, mosaic_rows, mosaic_tiles
 from pallas_kernels.packing import pack_signs
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -72,20 +72,20 @@ def test_mixed_rows(rows: int, outputs: int, size: int, variants: int, levels: i
 def test_a_plan_covers_each_variants_rows_with_one_window(batch: int, variants: int) -> None:
     """Every variant once, its rows inside its window, the least that will do."""
     rng = np.random.default_rng(batch)
-    make = jax.jit(functools.partial(mosaic_rows.plan, variants=variants, levels=2))
+    make = jax.jit(functools.partial(mosaic_plan.plan, variants=variants, levels=2))
     for _ in range(20):
         slots = np.sort(rng.integers(-1, variants + 1, (4, batch)), axis=0)[rng.integers(0, 4)]
         rng.shuffle(slots)
         order, rank, ordered, entries = (np.asarray(part) for part in make(jnp.asarray(slots)))
         assert np.array_equal(order[rank], np.arange(batch))
         assert np.all(np.diff(ordered[:batch]) >= 0)
-        rows = mosaic_rows.padded_rows(batch)
+        rows = mosaic_plan.padded_rows(batch)
         present = sorted({slot for slot in slots if 0 <= slot < variants})
         assert entries[3, 0] == 2 * len(present)
         for n, (row, group, kind, _, slot) in enumerate(entries.T[: entries[3, 0]]):
             assert slot == present[n // 2] and row == 2 * slot + n % 2
             own = rank[slots == slot]
-            width = mosaic_rows.widths_of(rows, False)[kind]
+            width = mosaic_plan.widths_of(rows, False)[kind]
             assert 8 * group <= own.min() and own.max() < 8 * group + width <= rows
             assert width == 8 or own.max() >= own.min() // 8 * 8 + width // 2
 
@@ -263,6 +263,8 @@ def test_bad_arguments_are_named() -> None:
     case = Case(64, 256, 1)
     with pytest.raises(ValueError, match="65 rows"):
         mosaic_rows.rows_tuning(65, 64, 256)
+    with pytest.raises(ValueError, match="are 512 entries"):
+        mosaic_plan.plan(jnp.zeros(64, jnp.int32), 64, 8)
     with pytest.raises(ValueError, match="256 inputs are not 2 times"):
         mosaic_rows.rows_matmul(
             case.rows(8),

@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import cpu_build
 from pallas_kernels.prompt_attention import cpu, ops
 
-IMPLEMENTATIONS = ["reference", "cpu", "auto"]
+IMPLEMENTATIONS = ["reference", "blocks", "cpu", "auto"]
 # C, T, K, G, H, B, S, window: tails of every kind, several blocks of positions, one of each.
 SHAPES = [
     (2, 7, 2, 3, 8, 4, 130, None),
@@ -110,7 +110,8 @@ def test_nothing_comes_from_other_rows_or_behind(implementation) -> None:
     assert np.array_equal(got[0, :4], clean[0, :4]) and not got[0, 4:].any()
 
 
-def test_gradients_are_the_references() -> None:
+@pytest.mark.parametrize("implementation", ["blocks", "cpu"])
+def test_gradients_are_the_references(implementation: str) -> None:
     args = tuple(map(jnp.asarray, case(SHAPES[0])))
 
     def grads(implementation):
@@ -119,7 +120,7 @@ def test_gradients_are_the_references() -> None:
 
         return jax.grad(loss, argnums=(0, 1, 2))(*args[:3])
 
-    for got, want in zip(grads("cpu"), grads("reference"), strict=True):
+    for got, want in zip(grads(implementation), grads("reference"), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 

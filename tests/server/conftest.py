@@ -23,8 +23,10 @@ from server.loader import Loader
 from server.requests import Failure, Request, TokenEvent
 from server.worker import Worker
 from zen_jax.checkpoint.manifest import Variant
+from zen_jax.chunking import shape_for
 from zen_jax.config import ModelConfig
 from zen_jax.convert import convert_base, convert_variant
+from zen_jax.engine_state import Chunk, EngineConfig
 from zen_jax.layout import tensor_shapes
 from zen_jax.residency import CacheConfig
 from zen_jax.sampling import SamplingParams
@@ -69,18 +71,26 @@ class FakeBank:
 
 @dataclass
 class FakeRow:
-    """A request in a row: its next token depends on these alone."""
+    """A request in a row.
 
-    last: int
+    Attributes:
+        tokens: prompt and answer, all that the row holds.
+        prompt: how many of them the caller gave.
+        active: whether the row decodes.
+    """
+
+    tokens: list[int]
     slot: int
     seed: int
-    position: int
     prompt: int
+    end: int
+    stops: tuple[int, ...]
+    active: bool
 
 
 @dataclass
 class FakeState:
-    """The rows, None where nobody is."""
+    """The rows, None where nobody was yet."""
 
     rows: list[FakeRow | None]
     donated: bool = False
@@ -95,17 +105,22 @@ class FakeEngine:
         broken: names of functions that raise.
         state: the newest there is.
         bank: likewise.
+        read: how many tokens of prompts each call read.
     """
 
     rows: int = 3
     max_length: int = 64
     slots: int = 2
+    chunk_tokens: int = 64
+    max_steps: int = 4
     log: list[tuple[Any, ...]] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    read: list[int] = field(default_factory=list)
+    compiles: int = 0
 
     @property
     def sizes(self) -> Any:
-        return SimpleNamespace(rows=self.rows, max_length=self.max_length)
+        return EngineConfig(self.rows, self.max_length, self.chunk_tokens, self.max_steps)
 
     def init_state(self) -> FakeState:
         self.state = FakeState([None] * self.rows)
@@ -122,58 +137,68 @@ class FakeEngine:
         self.bank = bank
         return bank
 
+    def check(self, chunk: Chunk) -> None:
+        if max(chunk.token_ids) >= VOCABULARY:
+            raise ValueError(f"token ids {chunk.token_ids} are outside the vocabulary")
+
     def prefill(
-        self,
-        bank: FakeBank,
-        slot: int,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        seed: int,
-    ) -> Any:
-        self._called("prefill", slot, tuple(token_ids))
+        self, bank: FakeBank, state: FakeState, chunks: Sequence[Chunk]
+    ) -> tuple[FakeState, Any]:
+        self._called("prefill", *((chunk.row, chunk.slot, chunk.start) for chunk in chunks))
         self._usable(bank)
-        if max(token_ids) >= VOCABULARY:
-            raise ValueError(f"token ids {token_ids} are outside the vocabulary")
-        token = next_token(token_ids[-1], self._number(bank, slot), seed, 0)
-        row = FakeRow(token, slot, seed, 1, len(token_ids))
-        return SimpleNamespace(token=np.array([token], np.int32), row=row)
-
-    def insert(self, state: FakeState, prefilled: Any, row: int) -> FakeState:
-        self._called("insert", row)
         state = self._take(state)
-        if state.rows[row] is not None:
-            raise RuntimeError(f"row {row} is taken")
-        state.rows[row] = prefilled.row
+        sizes = [len(chunk.token_ids) for chunk in chunks]
+        places, _ = shape_for(sizes, self.sizes.shapes)
+        self.read.append(sum(sizes))
+        tokens = np.full(places, -1, np.int32)
+        for i, chunk in enumerate(chunks):
+            before = state.rows[chunk.row]
+            held = [] if before is None or not chunk.start else before.tokens
+            if len(held) != chunk.start or (before is not None and chunk.start and before.active):
+                raise RuntimeError(f"row {chunk.row} holds {len(held)}, not {chunk.start} tokens")
+            assert chunk.prompt is not None and chunk.end is not None
+            row = FakeRow(
+                [*held, *chunk.token_ids],
+                chunk.slot,
+                chunk.seed,
+                chunk.prompt,
+                chunk.end,
+                tuple(chunk.stops)[:16],
+                chunk.last,
+            )
+            state.rows[chunk.row] = row
+            if chunk.last:
+                tokens[i] = self._sample(bank, row)
         self.state = state
-        return state
+        return state, SimpleNamespace(token=tokens)
 
-    def decode(self, bank: FakeBank, state: FakeState) -> tuple[FakeState, np.ndarray]:
-        self._called("decode")
+    def decode(
+        self, bank: FakeBank, state: FakeState, steps: int, rows: Sequence[int]
+    ) -> tuple[FakeState, Any]:
+        self._called("decode", steps, tuple(rows))
         self._usable(bank)
         state = self._take(state)
-        tokens = np.full(self.rows, -1, np.int32)
+        assert 1 <= steps <= self.max_steps
+        tokens = np.full((self.max_steps, self.rows), -1, np.int32)
         for i, row in enumerate(state.rows):
             if row is not None:
-                if row.prompt + row.position > self.max_length:
-                    raise RuntimeError(f"row {i} ran more than a step past the context")
-                token = next_token(row.last, self._number(bank, row.slot), row.seed, row.position)
-                state.rows[i] = replace(row, last=token, position=row.position + 1)
-                tokens[i] = token
+                row.active = row.active and i in rows
+        for step in range(steps):
+            for i, row in enumerate(state.rows):
+                if row is not None and row.active:
+                    tokens[step, i] = self._sample(bank, row)
         self.state = state
-        return state, tokens
+        return state, SimpleNamespace(token=tokens)
 
-    def release(self, state: FakeState, row: int) -> FakeState:
-        self._called("release", row)
-        state = self._take(state)
-        if state.rows[row] is None:
-            raise RuntimeError(f"row {row} is free already")
-        state.rows[row] = None
-        self.state = state
-        return state
-
-    def active(self) -> int:
-        """Rows in use on the device."""
-        return sum(row is not None for row in self.state.rows)
+    def _sample(self, bank: FakeBank, row: FakeRow) -> int:
+        """One more token in a row, which may end it."""
+        position = len(row.tokens) - row.prompt
+        token = next_token(row.tokens[-1], self._number(bank, row.slot), row.seed, position)
+        row.tokens.append(token)
+        if len(row.tokens) > self.max_length:
+            raise RuntimeError("a row ran past the context")
+        row.active = token not in row.stops and len(row.tokens) < row.end
+        return token
 
     def count(self, name: str) -> int:
         """How often a function was called."""
@@ -199,7 +224,7 @@ class FakeEngine:
         value.donated = True
         if isinstance(value, FakeBank):
             return FakeBank(list(value.numbers))
-        return FakeState(list(value.rows))
+        return FakeState([row and replace(row, tokens=list(row.tokens)) for row in value.rows])
 
 
 class ByteTokenizer(Tokenizer):
@@ -280,13 +305,15 @@ def make_request() -> Callable[..., Request]:
         max_tokens: int = 4,
         seed: int = 3,
         deadline: float | None = None,
+        priority: int = 0,
         id: str | None = None,
         **sampling: Any,
     ) -> Request:
         nonlocal count
         count += 1
         settings = SamplingParams(max_tokens=max_tokens, **sampling)
-        return Request(id or f"r{count}", variant, tuple(prompt), settings, seed, deadline)
+        name = id or f"r{count}"
+        return Request(name, variant, tuple(prompt), settings, seed, deadline, priority=priority)
 
     return make
 
@@ -352,7 +379,7 @@ class World:
         """What nobody may hold once all requests have ended."""
         seen = self.worker.snapshot()
         leases = sum(status.leases + status.waiting for status in seen.variants)
-        return seen.rows_in_use, seen.waiting, leases, self.engine.active(), self.loader.staged
+        return seen.rows_in_use, seen.waiting, leases, self.loader.staged
 
 
 @pytest.fixture

@@ -21,7 +21,17 @@ from zen.v1 import variants_pb2_grpc
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.checkpoint.store import Store
 
-EMPTY = WorkerSnapshot(variants=(), slots=2, rows=4, rows_in_use=1, waiting=0, alive=True)
+EMPTY = WorkerSnapshot(
+    variants=(),
+    slots=2,
+    rows=4,
+    rows_in_use=1,
+    waiting=0,
+    alive=True,
+    step_s=0.01,
+    host_share=0.1,
+    compiles=8,
+)
 
 
 @dataclass

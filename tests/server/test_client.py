@@ -9,7 +9,7 @@ import pytest
 from grpc_status import rpc_status
 
 from server import status
-from server.client import AsyncZenClient, ZenClient, ZenError, make_request
+from server.client import AsyncZenClient, RequestOptions, ZenClient, ZenError, make_request
 from server.status import Violation
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc, variants_pb2, variants_pb2_grpc
@@ -34,6 +34,16 @@ class Scripted(generate_pb2_grpc.GenerateServiceServicer):
         if request.model == "slow":
             while context.is_active():
                 yield pb.GenerateResponse(text="a")
+        if request.model == "several":
+            of_prompt = [pb.TokenLogprobs(token_id=9)]
+            of_token = [pb.TokenLogprobs(token_id=4, logprob=-0.5)]
+            done = pb.Completion(seed=5)
+            yield pb.GenerateResponse(index=2, text="z", completion=done)
+            yield pb.GenerateResponse(
+                index=1, text="y", token_ids=[4], logprobs=of_token, completion=done
+            )
+            yield pb.GenerateResponse(prompt_logprobs=of_prompt, completion=done)
+            return
         yield pb.GenerateResponse(text="b", token_ids=[2, 3])
         completion = pb.Completion(finish_reason=pb.FINISH_REASON_STOP, seed=5)
         yield pb.GenerateResponse(text="c", completion=completion)
@@ -98,6 +108,47 @@ def test_an_answer_as_it_comes(client):
     assert stream.generation.completion.finish_reason == pb.FINISH_REASON_STOP
 
 
+def test_several_samples_are_told_apart(client, scripted):
+    stream = client.stream("several", "Hi", n=3, logprobs=0, prompt_logprobs=0)
+    assert list(stream.pieces()) == [(0, "a"), (2, "z"), (1, "y"), (0, "")]
+    assert [sample.text for sample in stream.samples] == ["a", "y", "z"]
+    assert [sample.completion.seed for sample in stream.samples] == [5, 5, 5]
+    assert [entry.token_id for entry in stream.samples[1].logprobs] == [4]
+    assert [entry.token_id for entry in stream.generation.prompt_logprobs] == [9]
+    assert [sample.text for sample in client.samples("several", "Hi", n=3)] == ["a", "y", "z"]
+    assert client.generate("several", "Hi").text == "a"
+    assert scripted.requests[0].sampling.n == 3
+
+
+def test_all_options_are_sent_as_they_are_called(client, scripted):
+    options = {
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {3: 1.5, 4: -2.0},
+        "min_tokens": 2,
+        "stop": ("a", "bc"),
+        "n": 2,
+        "logprobs": 0,
+        "prompt_logprobs": 3,
+    }
+    client.generate("coder", "Hi", **options)
+    sampling = scripted.requests[0].sampling
+    assert sampling == pb.Sampling(**options)
+    client.generate("coder", "Hi", stop="END")
+    assert list(scripted.requests[1].sampling.stop) == ["END"]
+
+
+def test_every_field_of_the_wire_is_an_option():
+    known = set(RequestOptions.__annotations__)
+    assert set(pb.Sampling.DESCRIPTOR.fields_by_name) == known - {
+        "messages",
+        "token_ids",
+        "timeout_s",
+    }
+
+
 def test_leaving_a_stream_ends_it(client, scripted):
     with client.stream("slow", "Hi") as stream:
         assert next(iter(stream)) == "a"
@@ -142,6 +193,10 @@ def test_the_list(client):
         ("Hi", {"messages": [], "token_ids": []}),
         ("Hi", {"max_token": 3}),
         ("Hi", {"seed": -1}),
+        ("Hi", {"logit_bias": {-1: 1.0}}),
+        ("Hi", {"logit_bias": {1: "x"}}),
+        ("Hi", {"logit_bias": [1]}),
+        ("Hi", {"stop": 5}),
         ("Hi", {"max_tokens": 99_999_999_999}),
         ("Hi", {"max_tokens": "x"}),
         ("Hi", {"temperature": None, "stop_token_ids": 5}),
@@ -207,6 +262,8 @@ async def test_the_same_for_asyncio(async_client):
     assert [text async for text in stream] == ["a", "b", "c"]
     assert stream.generation.token_ids == [1, 2, 3]
     assert (await async_client.list_variants()).slots == 3
+    samples = await async_client.samples("several", "Hi", n=3)
+    assert [sample.text for sample in samples] == ["a", "y", "z"]
     with pytest.raises(ZenError) as refused:
         await async_client.generate("refused", "Hi")
     assert refused.value.fields == {"prompt": "is odd", "x": "y"}

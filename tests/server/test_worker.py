@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,18 +124,33 @@ def test_stop_tokens_of_the_request_and_of_the_variants_own_tokenizer(
 def test_text_never_shows_part_of_a_character(
     worlds: MakeWorld, make_request: MakeRequest, fake: Any
 ):
-    world = worlds()
+    world = worlds(max_steps=1)
     tokens = "é€𝄞".encode()
     steps = iter(tokens)
-    world.engine.decode = lambda bank, state: (state, np.full(3, next(steps, 65), np.int32))
+
+    def one_byte(bank: Any, state: Any, steps_wanted: int, rows: Any) -> Any:
+        return state, SimpleNamespace(token=np.full((1, 3), next(steps, 65), np.int32))
+
+    world.engine.decode = one_byte
     caller = world.answer(make_request(max_tokens=1 + len(tokens)))
     texts = [event.text for event in caller.events][1:]
     assert texts == ["", "é", "", "", "€", "", "", "", "𝄞"]
 
 
+def test_several_tokens_come_as_one_event(worlds: MakeWorld, make_request: MakeRequest, fake: Any):
+    world = worlds(start=False, clock=lambda: 0.0, max_length=1000)
+    request = make_request(max_tokens=14, ignore_eos=True)
+    caller = world.submit(request)
+    world.run(caller)
+    assert [len(event.token_ids) for event in caller.events] == [1, 1, 1, 4, 4, 3]
+    assert [call[1] for call in world.engine.log if call[0] == "decode"] == [1, 1, 4, 4, 3]
+    assert caller.tokens == fake.answer_of(request, 14)
+
+
 def test_half_a_character_at_the_end_is_shown_as_such(worlds: MakeWorld, make_request: MakeRequest):
     world = worlds()
-    world.engine.decode = lambda bank, state: (state, np.full(3, 0xE2, np.int32))
+    half = SimpleNamespace(token=np.full((1, 3), 0xE2, np.int32))
+    world.engine.decode = lambda bank, state, steps, rows: (state, half)
     assert world.answer(make_request(max_tokens=2)).events[-1].text == "\ufffd"
 
 
@@ -158,24 +174,38 @@ def test_settings_out_of_range_reach_no_thread(worlds: MakeWorld, make_request: 
 def test_a_cancelled_row_is_free_within_two_dispatches(
     worlds: MakeWorld, make_request: MakeRequest
 ):
-    world = worlds(start=False, max_length=1000)
-    request = make_request(max_tokens=900, ignore_eos=True)
+    world = worlds(start=False, rows=1, max_length=1000, clock=lambda: 0.0)
+    request, other = make_request(max_tokens=900, ignore_eos=True), make_request(max_tokens=1)
     caller = world.submit(request)
     for _ in range(5):
         world.worker.tick()
+    waits = world.submit(other)
     steps = world.engine.count("decode")
     world.worker.cancel(request.id)
-    while world.engine.active():
-        world.worker.tick()
+    world.run(waits)
     assert world.engine.count("decode") - steps <= 2
-    assert caller.failure.kind == "cancelled"
+    assert caller.failure.kind == "cancelled" and waits.failure is None
+    world.worker.tick()
     assert not any(world.left())
 
 
-def test_the_next_step_is_launched_before_the_last_is_read(
+def test_a_row_that_was_given_up_decodes_no_more(worlds: MakeWorld, make_request: MakeRequest):
+    world = worlds(start=False, rows=2, max_length=1000, max_steps=1)
+    gone, stays = (make_request(max_tokens=900, ignore_eos=True) for _ in range(2))
+    world.submit(gone)
+    world.submit(stays)
+    for _ in range(5):
+        world.worker.tick()
+    world.worker.cancel(gone.id)
+    world.worker.tick()
+    assert world.engine.log[-1] == ("decode", 1, (1,))
+    assert [row.active for row in world.engine.state.rows] == [False, True]
+
+
+def test_the_next_call_is_launched_before_the_last_is_read(
     worlds: MakeWorld, make_request: MakeRequest
 ):
-    world = worlds(start=False)
+    world = worlds(start=False, max_steps=1)
     order: list[str] = []
 
     class Tokens:
@@ -190,17 +220,63 @@ def test_the_next_step_is_launched_before_the_last_is_read(
 
     decode = world.engine.decode
 
-    def told(bank: Any, state: Any) -> Any:
-        state, tokens = decode(bank, state)
+    def told(*arguments: Any) -> Any:
+        state, sampled = decode(*arguments)
         step = world.engine.count("decode")
         order.append(f"launch {step}")
-        return state, Tokens(str(step), tokens)
+        return state, SimpleNamespace(token=Tokens(str(step), sampled.token))
 
     world.engine.decode = told
     caller = world.submit(make_request(max_tokens=4))
     world.run(caller)
     assert order == ["launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3"]
     assert world.engine.count("decode") == 3  # none for tokens that nobody wants
+
+
+def test_prompts_are_launched_no_further_ahead_than_one_call(
+    worlds: MakeWorld, make_request: MakeRequest, fake: Any
+):
+    world = worlds(start=False, chunk_tokens=16, max_length=512)
+    request = make_request(prompt=(5,) * 200, max_tokens=2)
+    caller = world.submit(request)
+    for calls in range(1, 5):
+        world.worker.tick()
+        assert world.engine.count("prefill") == calls
+        assert len(world.worker._launched) == 1
+    world.worker.cancel(request.id)
+    world.worker.tick()
+    assert world.engine.count("prefill") == 4 and caller.failure.kind == "cancelled"
+
+
+def test_a_request_that_lost_its_row_says_nothing_twice(
+    worlds: MakeWorld, make_request: MakeRequest, fake: Any
+):
+    world = worlds(start=False, rows=1, max_length=1000, max_steps=1)
+    low = make_request(fake.variant("a"), max_tokens=30, prompt=(4, 5), ignore_eos=True)
+    first = world.submit(low)
+    world.until(lambda: world.worker.tick(0.001) or len(first.tokens) > 5)
+    high = [make_request(max_tokens=3, priority=p, ignore_eos=True) for p in (1, 2)]
+    callers = [world.submit(request) for request in high]
+    world.run(first, *callers)
+    assert first.tokens == fake.answer_of(low, 30)
+    assert [c.tokens for c in callers] == [fake.answer_of(request, 3) for request in high]
+    assert callers[1].events[-1].finish and first.events[-1].finish.completion_tokens == 30
+    read = [call for call in world.engine.log if call[0] == "prefill"]
+    assert len(read) == 4, "the low one's prompt twice, that of the others once"
+    assert not any(world.left())
+
+
+def test_the_snapshot_tells_how_fast_it_goes(worlds: MakeWorld, make_request: MakeRequest):
+    now = 0.0
+    world = worlds(start=False, clock=lambda: now, max_steps=4, max_length=100)
+    assert world.worker.snapshot().step_s == float("inf")
+    caller = world.submit(make_request(max_tokens=50, ignore_eos=True))
+    while not caller.ended:
+        world.worker.tick()
+        now += 0.002
+    seen = world.worker.snapshot()
+    assert 0.0 < seen.step_s <= 0.002
+    assert seen.compiles == 0 and seen.host_share == 0.0  # no time passes within a tick
 
 
 def test_a_full_inbox_refuses_with_a_time_and_bounds_what_waits_anywhere(

@@ -28,7 +28,7 @@ def test_a_damaged_variant_fails_its_own_requests_and_is_tried_again_later(
     assert world.answer(make_request(fake.variant("a"))).failure is None
 
 
-@pytest.mark.parametrize("broken", ["prefill", "insert", "decode", "release", "write_slot"])
+@pytest.mark.parametrize("broken", ["prefill", "decode", "write_slot"])
 def test_a_broken_engine_answers_everyone_and_tells_nothing(
     broken: str,
     worlds: MakeWorld,
@@ -47,7 +47,7 @@ def test_a_broken_engine_answers_everyone_and_tells_nothing(
     world.until(lambda: not world.worker.alive)
     for caller in callers:
         if caller.failure is None:  # it ended well before anything broke
-            assert broken in ("release", "write_slot")
+            assert broken == "write_slot"
             continue
         assert caller.failure.kind == "internal"
         assert "secret" not in caller.failure.message
@@ -117,7 +117,7 @@ def test_a_tokenizer_that_fails_harms_only_its_own_request(
 
 def test_deadlines_queued_and_running(worlds: MakeWorld, make_request: MakeRequest, fake: Any):
     now = 0.0
-    world = worlds(start=False, clock=lambda: now, max_length=1000)
+    world = worlds(start=False, clock=lambda: now, max_length=1000, max_steps=1)
     world.gates["zen4-a"] = threading.Event()
     queued = world.submit(make_request(fake.variant("a"), deadline=5.0))
     running = world.submit(make_request(max_tokens=900, ignore_eos=True, deadline=6.0))

@@ -24,7 +24,7 @@ from zen_jax.sharding import Placement, make_mesh
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = ["llama_untied", "llama3_rope", "mistral_window", "qwen2_bias", "qwen3_norm"]
-SIZES = EngineConfig(rows=2, max_length=24, prefill_buckets=(8,))
+SIZES = EngineConfig(rows=2, max_length=24, chunk_tokens=16)
 PROMPT, STEPS = [3, 1, 4, 1, 5, 9, 2], 10
 Tensors = dict[str, np.ndarray]
 
@@ -52,12 +52,12 @@ def decode(
     """Tokens [2, STEPS + 1] after the prompt in both rows, greedy unless told otherwise."""
     state = engine.init_state()
     sampling = SamplingParams(temperature=temperature)
+    tokens = [np.zeros(2, np.int32)]
     for row, slot in enumerate(slots):
-        state = engine.insert(state, engine.prefill(bank, slot, PROMPT, sampling, row), row)
-    tokens = [np.asarray(state.tokens)]
+        state, tokens[0][row] = engine.enter(bank, state, row, slot, PROMPT, sampling, row)
     for _ in range(STEPS):
         state, new = engine.decode(bank, state)
-        tokens.append(np.asarray(new))
+        tokens.append(np.asarray(new.token)[0])
     return np.stack(tokens, axis=1)
 
 

@@ -49,8 +49,8 @@ class GenerateServiceServicer:
     def Generate(self, request, context):
         """Continues an input and streams the text as it comes.
 
-        The last message of a stream that ends with status OK carries `completion`; no other message
-        does. Errors are gRPC status codes with google.rpc details, never a field:
+        Each sample's last message carries `completion`, no other message of it does, and a stream that
+        ends with status OK has one for each sample. Errors are gRPC status codes with google.rpc details, never a field:
 
         INVALID_ARGUMENT     a field of the request is not acceptable; BadRequest names each one
         NOT_FOUND            no such model; ResourceInfo names it (nothing falls back to the base)

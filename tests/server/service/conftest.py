@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_status import rpc_status
 
+from server.incoming import Limits
 from server.requests import (
     Finish,
     FinishReason,
@@ -20,7 +21,7 @@ from server.requests import (
     TokenEvent,
 )
 from server.router import Router
-from server.service import GenerateService, Limits
+from server.service import GenerateService
 from server.status import ErrorInterceptor
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc
@@ -101,8 +102,10 @@ class FakeWorker:
         self.cancel_seen.set()
 
 
-def finish(reason: FinishReason = "length", matched_stop: int | None = None) -> Finish:
-    return Finish(reason, matched_stop, 5, 2, Timings(0.1, 0.2, 0.3, 0.6))
+def finish(
+    reason: FinishReason = "length", matched_stop: int | None = None, text: str | None = None
+) -> Finish:
+    return Finish(reason, matched_stop, 5, 2, Timings(0.1, 0.2, 0.3, 0.6), text)
 
 
 def answer(*texts: str) -> Callable[[Request, OnEvent], None]:

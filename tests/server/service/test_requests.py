@@ -10,13 +10,13 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
-from server.requests import (
-    TokenEvent,
-)
+from server.incoming import Limits
+from server.requests import TokenEvent
 from server.router import Router
-from server.service import GenerateService, Limits
+from server.service import GenerateService
 from server.status import StatusError
 from zen.v1 import generate_pb2 as pb
+from zen_jax.sampling import SamplingParams
 
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -86,6 +86,15 @@ async def test_the_worker_gets_what_was_asked(served, worker, parts):
             seed=0,
             stop_token_ids=[9, 8],
             ignore_eos=True,
+            min_p=0.25,
+            repetition_penalty=1.5,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={5: 2.5, 6: -1},
+            min_tokens=2,
+            stop=["end", "\n\n"],
+            logprobs=0,
+            prompt_logprobs=3,
         ),
         timeout=100,
     )
@@ -93,21 +102,35 @@ async def test_the_worker_gets_what_was_asked(served, worker, parts):
     assert request.variant == parts.coder
     assert request.token_ids == (1, ord("H"), ord("i"))
     assert request.seed == 0
-    sampling = request.sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (3, 0, 4)
-    assert (sampling.top_p, sampling.stop_token_ids, sampling.ignore_eos) == (0.5, (9, 8), True)
+    assert request.sampling == SamplingParams(
+        max_tokens=3,
+        temperature=0,
+        top_k=4,
+        top_p=0.5,
+        seed=0,
+        stop_token_ids=(9, 8),
+        ignore_eos=True,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={5: 2.5, 6: -1},
+        min_tokens=2,
+        stop=("end", "\n\n"),
+        n=1,
+        logprobs=0,
+        prompt_logprobs=3,
+    )
     assert 95 < request.deadline - started < 105
 
 
 async def test_what_is_left_out_takes_its_default(served, worker, parts):
     messages = await served.generate(ask("base"))
     (request,) = worker.requests
-    sampling = request.sampling
     assert request.variant is None
     assert request.deadline is None
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1, 0, 1)
-    assert (sampling.stop_token_ids, sampling.ignore_eos) == ((), False)
-    assert sampling.max_tokens == parts.limits.max_length - 3  # less than the default of 128
+    room = parts.limits.max_length - 3  # less than the default of 128
+    assert request.sampling == SamplingParams(max_tokens=room)
     assert messages[-1].completion.seed == request.seed
     assert messages[-1].completion.model == pb.ModelInfo(name="base")
 
@@ -143,6 +166,8 @@ def _tokens(*ids: int) -> pb.GenerateRequest:
         (_tokens(*[3] * 64), ["token_ids"]),
         (_messages(("nobody", "secret")), ["messages"]),
         (ask(max_tokens=62), ["sampling.max_tokens"]),
+        (ask(min_tokens=62), ["sampling.min_tokens"]),
+        (ask(n=17, stop=[""]), ["sampling.n", "sampling.stop[0]"]),
         (ask("", "", top_p=float("nan")), ["model", "prompt", "sampling.top_p"]),
     ],
 )
@@ -162,6 +187,7 @@ async def test_a_bad_field_is_named(served, worker, request_, fields):
     "request_",
     [
         ask(max_tokens=61),
+        ask(min_tokens=61),
         ask(prompt="x" * 62),
         ask(top_k=-1),
         ask(top_p=1),

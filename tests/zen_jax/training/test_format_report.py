@@ -105,8 +105,10 @@ def test_formats_that_were_not_measured_are_left_out(studies: dict[str, Any]) ->
 
 
 def served_marks(kl: float, exact: float | None) -> dict[str, Any]:
-    """Marks of a variant as it is served: float32 1 % above whole weights, bfloat16 2 % below."""
-    names = {"whole": 1.0, "float32": 1.01, "bfloat16": 0.98}
+    """Marks of a variant as it is served, float32 1 % above whole weights and bfloat16 2 % below;
+    and of its own weights."""
+    names = {"whole": 1.0, "float32": 1.01, "products": 1.005, "bfloat16": 0.98}
+    names |= {"own-products": 0.25, "own-bfloat16": 0.5}
     tables = {kind: [6, 3, 1] for kind in report._KINDS}
     return {"rows": 2, "tokens": 10} | {
         name: {"nll": kl + 1, "kl": kl * times, "exact": exact, "tables": tables}
@@ -120,12 +122,19 @@ def test_as_served(studies: dict[str, Any]) -> None:
         variant["served"] = served_marks(kl, 0.25 if variant["answers"] else None)
     made = tables(studies)
     lines = made["served"].splitlines()
-    assert len(lines) == 2 + 3 + 3  # texts and skills; SmolLM2 was not measured
+    assert len(lines) == 2 + 6 + 6  # texts and skills; SmolLM2 was not measured
     assert lines[3] == (
         "| the family's texts | as served, float32 | 20 | 4.0000 | 3.03 | +1.00% | – |"
     )
-    assert lines[7] == (
+    assert lines[4] == (
+        "| the family's texts | as served, rounded at weights | 20 | 4.0000 | 3.01 | +0.50% | – |"
+    )
+    assert lines[11] == (
         "| the family's skills | as served, bfloat16 | 10 | 2.0000 | 0.98 | -2.00% | 0.250 |"
+    )
+    assert lines[13] == (
+        "| the family's skills | the fine-tune's own weights, bfloat16 | 10 | 2.0000 | 0.5 | – "
+        "| 0.250 |"
     )
     variants = studies["family"]["variants"]
     variants["a"]["served"]["float32"]["tables"]["down"] = [0, 0, 10]

@@ -1,6 +1,7 @@
 """The default format as it is served: decode steps of several fine-tunes, and how many tables."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from pallas_kernels import cpu_build
 from pallas_kernels.bitdelta_matmul import cpu, ops
 from pallas_kernels.packing import pack_signs
 from zen_jax.config import ModelConfig
-from zen_jax.layout import Params, unfuse
+from zen_jax.layout import Params, fuse, unfuse
 from zen_jax.model import make_forward
 from zen_jax.training import residual, scoring
 from zen_jax.training.format_study import served
@@ -92,11 +93,14 @@ def test_rows_of_all_sheets_in_turn(subjects: list[Subject]) -> None:
         assert lengths[row] == np.flatnonzero(sheet.counted[own])[-1] + 1
 
 
-@pytest.mark.parametrize(("dtype", "close"), [("float32", 0.02), ("bfloat16", 0.2)])
-def test_each_row_is_its_own_variant_s(subjects: list[Subject], dtype: str, close: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "close"), [("float32", 0.02), ("products", 0.1), ("bfloat16", 0.2)]
+)
+def test_each_row_is_its_own_variant_s(subjects: list[Subject], name: str, close: float) -> None:
     config = subjects[0].config
     sheets = [s.sheet.part(4, 2) for s in subjects]
-    found, tables = served.decode_all(subjects, sheets, served.make_bank(subjects), dtype)
+    base, bank = fuse(config, subjects[0].base), served.make_bank(subjects)
+    found, tables = served.decode_all(config, base, bank, sheets, served.ARITHMETICS[name])
     forward = jax.jit(make_forward(config))
     for subject, sheet, own, counts in zip(subjects, sheets, found, tables, strict=True):
         params = scoring.one_bit_params(config, subject.base, subject.tuned)
@@ -108,6 +112,23 @@ def test_each_row_is_its_own_variant_s(subjects: list[Subject], dtype: str, clos
         assert list(counts) == list(served.KINDS)
         for kind, count in counts.items():
             assert sum(count) == inputs * (1 if kind == "head" else config.num_layers), kind
+
+
+def test_a_fine_tune_s_own_weights(subjects: list[Subject]) -> None:
+    """Without a delta, in float32, a decode step is the fine-tune; the more is rounded, the further
+    it is from it."""
+    config, sheet, tuned = subjects[0].config, subjects[0].sheet, subjects[0].tuned
+    whole, forward = residual.float32_params(config, tuned), jax.jit(make_forward(config))
+    off = []
+    for arithmetic in served.ARITHMETICS.values():
+        (found,), _ = served.decode_all(config, fuse(config, tuned), None, [sheet], arithmetic)
+        squares = [
+            np.square(predicted - jax.nn.log_softmax(forward(whole, tokens[:, :-1])))[counted]
+            for (tokens, counted), predicted in zip(sheet.batches(), found, strict=True)
+        ]
+        off.append(math.sqrt(np.concatenate(squares).mean()))
+    exact, products, narrow = off
+    assert exact < 1e-5 < 1e-4 < products < narrow / 1.2 < 0.1, off
 
 
 def test_predictions_made_elsewhere_have_the_same_marks(subjects: list[Subject]) -> None:
@@ -184,7 +205,7 @@ def test_what_is_kept(subjects: list[Subject], tmp_path: Path) -> None:
     measure_subject(subjects[0], results, lambda name: None)  # leaves it there
     for name, variant in publish(results, {})["variants"].items():
         kept = variant["served"]
-        assert set(kept) == {"rows", "tokens", "whole", *served.DTYPES}
+        assert set(kept) == {"rows", "tokens", "whole", *served.ARITHMETICS, *served.OWN.values()}
         row = variant["formats"]["row"]
         assert kept["whole"] == pytest.approx({part: row[part] for part in ("nll", "kl", "exact")})
         assert kept["float32"]["kl"] == pytest.approx(row["kl"], rel=0.05), name

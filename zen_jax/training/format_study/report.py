@@ -172,7 +172,7 @@ def served_table(studies: Mapping[str, Mapping[str, Study]]) -> str:
                     f"{sum(k['tokens'] for k in kept):,}",
                     _number(_average([k[name]["nll"] for k in kept]), 4),
                     _small(kl),
-                    f"{kl / whole - 1:+.2%}" if whole and name != "whole" else "–",
+                    f"{kl / whole - 1:+.2%}" if whole and name in _SERVED else "–",
                     _number(exact, 3),
                 ]
             )
@@ -221,8 +221,13 @@ _STUDIES = {"family": "family", "smollm2": "SmolLM2"}
 _ARITHMETIC = {
     "whole": "whole weights, float32",
     "float32": "as served, float32",
+    "products": "as served, rounded at weights",
     "bfloat16": "as served, bfloat16",
+    "own-products": "the fine-tune's own weights, rounded at weights",
+    "own-bfloat16": "the fine-tune's own weights, bfloat16",
 }
+# Held against whole weights in the same format: those in which the default format is served.
+_SERVED = ("float32", "products", "bfloat16")
 _KINDS = {
     "qkv": "q, k, v",
     "o": "attention's output",

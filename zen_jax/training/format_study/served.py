@@ -3,9 +3,11 @@
 Fine-tunes that are examined alike share one bank over their bfloat16 base. Their sheets are read
 one token at a time with a cache, rows of all of them in one batch, so that every product is
 `bitdelta_matmul_mixed` with the CPU kernel. The tokens are given, not sampled, and what is
-predicted is held against the fine-tune and against the same format as whole float32 weights.
+predicted is held against the fine-tune and against the same format as whole float32 weights. What
+rounded activations do to a fine-tune's own weights is measured beside it: that is nobody's delta.
 """
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,9 +39,31 @@ from zen_jax.training.format_study.study import (
 )
 from zen_jax.training.residual import file_digest, float32_params
 
-# Kinds of weights, by what their inputs are, and dtypes of activations.
+# Kinds of weights, by what their inputs are.
 KINDS = ("qkv", "o", "gate_up", "down", "head")
-DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """What a decode step computes in.
+
+    Attributes:
+      dtype: of activations between weights, and of the cache.
+      products: what they are rounded to before each weight; None leaves them. As
+        `zen_jax.engine_state.EngineConfig.products`.
+    """
+
+    dtype: str
+    products: str | None = None
+
+
+ARITHMETICS = {
+    "float32": Arithmetic("float32"),
+    "products": Arithmetic("float32", "bfloat16"),
+    "bfloat16": Arithmetic("bfloat16"),
+}
+# Those in which a fine-tune's own bfloat16 weights are measured -> by what name.
+OWN = {"products": "own-products", "bfloat16": "own-bfloat16"}
 # Rows of each fine-tune in a batch.
 ROWS = 16
 
@@ -88,41 +112,43 @@ def watch(model: Transformer, see: Callable[[str, jax.Array], None]) -> None:
 
 
 @functools.lru_cache(maxsize=4)
-def decoder(config: ModelConfig, dtype: str) -> Callable[..., tuple[jax.Array, dict]]:
+def decoder(config: ModelConfig, arithmetic: Arithmetic) -> Callable[..., tuple[jax.Array, dict]]:
     """The decode steps of given tokens in one program.
 
     Args:
       config: the model.
-      dtype: of activations and cache.
+      arithmetic: what it computes in.
 
     Returns:
-      Jitted (base's params, deltas in a bank, slots int32[B], tokens int32[B, T + 1], lengths
+      Jitted (params, deltas in a bank or None, slots int32[B], tokens int32[B, T + 1], lengths
       int32[B]) -> log-probabilities float32[B, T, V] of the next token, and for each of `KINDS`
       int32[B, 3], how often 1, 2 and 3 tables were needed at positions below a row's length.
     """
-    merge = make_merge(config)
+    dtype, products = jnp.dtype(arithmetic.dtype), arithmetic.products
+    merge = make_merge(config, None, products)
 
     def decode(
-        params: Params, bank: Params, slots: jax.Array, tokens: jax.Array, lengths: jax.Array
+        params: Params, bank: Params | None, slots: jax.Array, tokens: jax.Array, lengths: jax.Array
     ) -> tuple[jax.Array, dict]:
         rows, positions = tokens.shape[0], tokens.shape[1] - 1
-        bound = bind(params, bank, slots)
+        bound = params if bank is None else bind(params, bank, slots)
 
         def step(cache: list[LayerCache], at: jax.Array) -> tuple[list[LayerCache], Any]:
             counts = {kind: jnp.zeros((rows, MOST_TABLES), jnp.int32) for kind in KINDS}
 
             def see(kind: str, x: jax.Array) -> None:
-                found = jax.nn.one_hot(tables_needed(x[:, 0]) - 1, MOST_TABLES, dtype=jnp.int32)
+                met = x[:, 0] if products is None else x[:, 0].astype(products)
+                found = jax.nn.one_hot(tables_needed(met) - 1, MOST_TABLES, dtype=jnp.int32)
                 counts[kind] += jnp.where(at < lengths[:, None], found, 0)
 
             model = merge(bound)
             watch(model, see)
             where = jnp.full((rows, 1), at)
-            hidden, cache = model(tokens[:, at][:, None], where, cache, jnp.dtype(dtype))
+            hidden, cache = model(tokens[:, at][:, None], where, cache, dtype)
             see("head", hidden)
             return cache, (jax.nn.log_softmax(model.logits(hidden)[:, 0]), counts)
 
-        cache = make_cache(config, rows, positions, jnp.dtype(dtype))
+        cache = make_cache(config, rows, positions, dtype)
         _, (found, counts) = jax.lax.scan(step, cache, jnp.arange(positions, dtype=jnp.int32))
         return jnp.swapaxes(found, 0, 1), {kind: c.sum(axis=0) for kind, c in counts.items()}
 
@@ -155,27 +181,31 @@ def make_bank(subjects: Sequence[Subject]) -> Params:
 
 
 def decode_all(
-    subjects: Sequence[Subject], sheets: Sequence[Sheet], bank: Params, dtype: str
+    config: ModelConfig,
+    params: Params,
+    bank: Params | None,
+    sheets: Sequence[Sheet],
+    arithmetic: Arithmetic,
 ) -> tuple[list[list[np.ndarray]], list[dict[str, list[int]]]]:
     """Takes sheets through decode steps.
 
     Args:
-      subjects: n fine-tunes of one base.
-      sheets: theirs; see `mixed`.
-      bank: theirs; see `make_bank`.
-      dtype: of activations.
+      config: the model.
+      params: its weights.
+      bank: what is added to them for each sheet, see `make_bank`; None for nothing.
+      sheets: n of them; see `mixed`.
+      arithmetic: what is computed in.
 
     Returns:
-      For each subject: log-probabilities float32[batch, T, V] of each batch; and for each of
+      For each sheet: log-probabilities float32[batch, T, V] of each batch; and for each of
       `KINDS` how many rows needed 1, 2 and 3 tables.
     """
-    config, n = subjects[0].config, len(subjects)
-    params = jax.device_put(fuse(config, subjects[0].base))
-    found: list[list[np.ndarray]] = [[] for _ in subjects]
+    n, params = len(sheets), jax.device_put(params)
+    found: list[list[np.ndarray]] = [[] for _ in sheets]
     tables = np.zeros((n, len(KINDS), MOST_TABLES), int)
     for tokens, lengths in mixed(sheets):
         slots = np.arange(len(tokens), dtype=np.int32) % n
-        predicted, counts = decoder(config, dtype)(params, bank, slots, tokens, lengths)
+        predicted, counts = decoder(config, arithmetic)(params, bank, slots, tokens, lengths)
         for i, sheet in enumerate(sheets):
             found[i].append(np.asarray(predicted[i::n, : sheet.tokens.shape[1] - 1]))
             tables[i] += np.stack([np.asarray(counts[kind])[i::n].sum(axis=0) for kind in KINDS])
@@ -190,8 +220,9 @@ def measure_group(subjects: Sequence[Subject], rows: int) -> list[dict[str, Any]
       rows: of each sheet, at most.
 
     Returns:
-      For each subject: "rows" and "tokens" that were examined, marks of "whole" float32 weights,
-      and of each of `DTYPES`, with the "tables" that were needed.
+      For each subject: "rows" and "tokens" that were examined; marks of "whole" float32 weights;
+      of each of `ARITHMETICS`, with the "tables" that were needed; and by the names of `OWN` those
+      of the fine-tune's own bfloat16 weights.
 
     Raises:
       ValueError: the subjects' bases differ.
@@ -207,11 +238,17 @@ def measure_group(subjects: Sequence[Subject], rows: int) -> list[dict[str, Any]
         whole = examine(float32_params(subject.config, stored.tensors))
         examiners.append(examine)
         made.append({"rows": rows, "tokens": int(sheet.counted.sum()), "whole": marks_kept(whole)})
+    config, base = subjects[0].config, fuse(subjects[0].config, subjects[0].base)
     bank = make_bank(subjects)
-    for dtype in DTYPES:
-        found, tables = decode_all(subjects, sheets, bank, dtype)
+    for name, arithmetic in ARITHMETICS.items():
+        found, tables = decode_all(config, base, bank, sheets, arithmetic)
         for i, examine in enumerate(examiners):
-            made[i][dtype] = {**marks_kept(examine.judge(found[i])), "tables": tables[i]}
+            made[i][name] = {**marks_kept(examine.judge(found[i])), "tables": tables[i]}
+    for i, (subject, examine) in enumerate(zip(subjects, examiners, strict=True)):
+        own = fuse(config, subject.tuned)
+        for name, kept in OWN.items():
+            (found,), _ = decode_all(config, own, None, sheets[i : i + 1], ARITHMETICS[name])
+            made[i][kept] = marks_kept(examine.judge(found))
     return made
 
 

@@ -1,0 +1,232 @@
+"""What the engine is made for, what it keeps between two calls, and what a call brings.
+
+Letters: B rows, S positions of a row, C chunks of T tokens, E stop tokens of a row.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zen_jax.chunking import Shape, chunk_shapes
+from zen_jax.kv_cache import LayerCache
+from zen_jax.sampling import RowSampling, SamplingParams
+
+# An array on host or device, or where one lies.
+Array = Any
+
+BASE_SLOT = -1
+
+# E: stop tokens that the device knows of a row. Of more it does not; the host sees them all.
+MAX_STOPS = 16
+
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes that are fixed when the engine is made.
+
+    Attributes:
+      rows: B, requests that decode at once.
+      max_length: the most tokens of a request, prompt and answer together.
+      chunk_tokens: prompt tokens that one call reads at most, which is what a long prompt holds
+        the decoding of others up by.
+      max_steps: decode steps that one call makes at most.
+      dtype: of activations, keys and values: "float32" or "bfloat16".
+      products: what activations are rounded to before they meet a weight, "float32" or "bfloat16":
+        as fast as bfloat16 activations, with sums and everything else in `dtype`.
+    """
+
+    rows: int = 16
+    max_length: int = 1024
+    chunk_tokens: int = 512
+    max_steps: int = 8
+    dtype: str = "float32"
+    products: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name, least in (("rows", 1), ("max_length", 2), ("chunk_tokens", 2), ("max_steps", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name} is {value}; expected at least {least}")
+        for name in ("dtype", "products"):
+            value = getattr(self, name)
+            if value not in ("float32", "bfloat16"):
+                raise ValueError(f"{name} is {value!r}; expected 'float32' or 'bfloat16'")
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes (C, T) of a call that reads prompts."""
+        return chunk_shapes(self.chunk_tokens, self.rows, self.max_length)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything that a call reads and writes.
+
+    Attributes:
+      cache: keys and values of every layer, [B, S, K, H].
+      lengths: int32[B], tokens in the cache.
+      tokens: int32[B], the newest token of a row, not yet in the cache.
+      slots: int32[B], each row's variant; -1 is the base.
+      active: bool[B], whether the row decodes: its prompt is read and it has not stopped.
+      prompts: int32[B], tokens of the caller's prompt.
+      ends: int32[B], tokens of prompt and answer together at which the row stops.
+      stops: int32[B, E], tokens after which it stops; -1 is none.
+      sampling: each row's settings.
+    """
+
+    cache: list[LayerCache]
+    lengths: Array
+    tokens: Array
+    slots: Array
+    active: Array
+    prompts: Array
+    ends: Array
+    stops: Array
+    sampling: RowSampling
+
+    @classmethod
+    def empty(cls, cache: list[LayerCache], rows: int, max_length: int) -> "DecodeState":
+        """A state without requests."""
+
+        def full(value: int) -> jax.Array:
+            return jnp.full((rows,), value, jnp.int32)
+
+        return cls(
+            cache=cache,
+            lengths=full(0),
+            tokens=full(0),
+            slots=full(BASE_SLOT),
+            active=jnp.zeros((rows,), bool),
+            prompts=full(0),
+            ends=full(max_length),
+            stops=jnp.full((rows, MAX_STOPS), -1, jnp.int32),
+            sampling=RowSampling.empty(rows),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What came of choosing a token for each of B rows.
+
+    Attributes:
+      token: int32[B].
+    """
+
+    token: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A part of one request's prompt, and what the request asks for.
+
+    Attributes:
+      row: where it goes.
+      slot: the request's variant, -1 for the base.
+      token_ids: this part's tokens.
+      start: the position of the first; all before it are in the row already.
+      last: whether the prompt ends here, so that the first token of the answer is chosen.
+      sampling: validated settings.
+      seed: 0 to 2**64 - 1.
+      sample_index: which of several samples of the request this is.
+      stops: tokens after which the row stops; the device heeds the first 16.
+      end: tokens of prompt and answer together at which it stops; None is the engine's most.
+      prompt: tokens of the caller's prompt, when some of the answer is read with it; None when all
+        that is read is the prompt.
+    """
+
+    row: int
+    slot: int
+    token_ids: Sequence[int]
+    start: int = 0
+    last: bool = True
+    sampling: SamplingParams = _GREEDY
+    seed: int = 0
+    sample_index: int = 0
+    stops: Sequence[int] = ()
+    end: int | None = None
+    prompt: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Tokens in the row once this is read."""
+        return self.start + len(self.token_ids)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChunkBatch:
+    """Chunks as one call takes them.
+
+    Attributes:
+      tokens: int32[C, T], padded.
+      rows: int32[C]; B is nobody's.
+      slots: int32[C].
+      starts: int32[C].
+      lengths: int32[C], true tokens.
+      last: bool[C].
+      prompts: int32[C].
+      ends: int32[C].
+      stops: int32[C, E].
+      samples: int32[C].
+      sampling: settings, C rows.
+    """
+
+    tokens: Array
+    rows: Array
+    slots: Array
+    starts: Array
+    lengths: Array
+    last: Array
+    prompts: Array
+    ends: Array
+    stops: Array
+    samples: Array
+    sampling: RowSampling
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], shape: Shape, sizes: EngineConfig) -> "ChunkBatch":
+        """Puts chunks side by side, padded to a shape that takes them, as NumPy arrays."""
+        nobody = Chunk(sizes.rows, BASE_SLOT, ())
+        padded = [*chunks, *[nobody] * (shape[0] - len(chunks))]
+        tokens = np.zeros(shape, np.int32)
+        stops = np.full((shape[0], MAX_STOPS), -1, np.int32)
+        for i, chunk in enumerate(chunks):
+            tokens[i, : len(chunk.token_ids)] = chunk.token_ids
+            known = list(chunk.stops)[:MAX_STOPS]
+            stops[i, : len(known)] = known
+
+        def each(values: list[int]) -> np.ndarray:
+            return np.array(values, np.int32)
+
+        settings = [RowSampling.of(chunk.sampling, chunk.seed) for chunk in padded]
+        return cls(
+            tokens=tokens,
+            rows=each([c.row for c in padded]),
+            slots=each([c.slot for c in padded]),
+            starts=each([c.start for c in padded]),
+            lengths=each([len(c.token_ids) for c in padded]),
+            last=np.array([c.last and bool(c.token_ids) for c in padded]),
+            prompts=each([c.total if c.prompt is None else c.prompt for c in padded]),
+            ends=each([sizes.max_length if c.end is None else c.end for c in padded]),
+            stops=stops,
+            samples=each([c.sample_index for c in padded]),
+            sampling=jax.tree.map(lambda *leaves: np.concatenate(leaves), *settings),
+        )
+
+
+def own_settings(batch: ChunkBatch) -> RowSampling:
+    """The chunks' settings, each with its sample's index folded into its key."""
+
+    def one(settings: RowSampling, index: jax.Array) -> RowSampling:
+        alone = jax.tree.map(lambda leaf: leaf[None], settings).for_sample(index)
+        return jax.tree.map(lambda leaf: leaf[0], alone)
+
+    return jax.vmap(one)(batch.sampling, batch.samples)
