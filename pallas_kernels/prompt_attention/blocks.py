@@ -45,11 +45,6 @@ def prompt_attention(
     exists = (rows >= 0) & (rows < k.shape[0]) & (starts >= 0)
     ends = jnp.where(exists, jnp.minimum(starts + lengths, positions), 0)
 
-    def cut(values: jax.Array, start: jax.Array) -> jax.Array:
-        corners = [(rows[c], start, 0, 0) for c in range(chunks)]
-        parts = [jax.lax.dynamic_slice(values, c, (1, block, kv_heads, head)) for c in corners]
-        return jnp.concatenate(parts).astype(q.dtype)
-
     def add(
         i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -64,7 +59,7 @@ def prompt_attention(
         scores = jnp.einsum(
             "ckth,cskh->ckts",
             wide,
-            cut(k, start),
+            _rows(k, rows, start, block).astype(q.dtype),
             precision="highest",
             preferred_element_type=jnp.float32,
         )
@@ -72,7 +67,8 @@ def prompt_attention(
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0.0)
         # What no query sees may be anything, not a number even.
-        values = jnp.where((keys < ends[:, None])[..., None, None], cut(v, start), 0)
+        values = _rows(v, rows, start, block).astype(q.dtype)
+        values = jnp.where((keys < ends[:, None])[..., None, None], values, 0)
         added = jnp.einsum(
             "ckts,cskh->ckth",
             weights.astype(q.dtype),
@@ -91,6 +87,13 @@ def prompt_attention(
     y = jnp.moveaxis(y.reshape(chunks, kv_heads, groups, size, head), 3, 1)
     there = exists[:, None] & (jnp.arange(size) < lengths[:, None])
     return jnp.where(there[..., None, None, None], y, 0.0).astype(q.dtype)
+
+
+def _rows(values: jax.Array, rows: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """[B, S, K, H] -> so many positions from `start` on of each of the rows, [C, size, K, H]."""
+    shape = (1, size, *values.shape[2:])
+    corners = [(rows[c], start, 0, 0) for c in range(rows.shape[0])]
+    return jnp.concatenate([jax.lax.dynamic_slice(values, c, shape) for c in corners])
 
 
 def _forward(

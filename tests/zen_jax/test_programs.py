@@ -1,4 +1,4 @@
-"""Programs compiled ahead: counted, refused when they do not fit, kept on disk where that can be."""
+"""Programs compiled ahead: counted, refused when they do not fit, kept on disk."""
 
 import os
 from pathlib import Path
