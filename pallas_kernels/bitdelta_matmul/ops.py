@@ -1,14 +1,17 @@
 """The products that the model calls: one function each, and who computes it.
 
-"reference" is plain XLA and runs everywhere; it is what the arithmetic means. "cpu" is our kernel.
-"auto" takes the kernel where it was built and is faster, and is decided when a program is traced.
+"reference" is plain XLA and runs everywhere; it is what the arithmetic means. "cpu" is our kernel
+for the CPU, "mosaic" those for Hopper, which another backend runs in Pallas' interpreter, slowly.
+"auto" takes the CPU's kernel where it was built and is faster, and on a Hopper card the kernels for
+it where the bank is in their order; it is decided when a program is traced.
 
 `bitdelta_matmul_mixed` is the form of a decode step and `bitdelta_matmul` and
 `bitdelta_matmul_segments` are those of prompts: each sums in one way whatever the number of rows
 and whatever their variants, so that a request's numbers do not depend on its company.
 """
 
-from typing import Any, Literal
+import functools
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,9 @@ import numpy as np
 
 from pallas_kernels.bitdelta_matmul import cpu, reference
 from pallas_kernels.bitdelta_matmul.bank import SignBank, check_bank, check_rows, check_slots
+
+if TYPE_CHECKING:
+    from pallas_kernels.bitdelta_matmul.mosaic import KernelBank
 
 __all__ = [
     "Implementation",
@@ -27,7 +33,10 @@ __all__ = [
     "bitdelta_matmul_segments",
 ]
 
-Implementation = Literal["auto", "reference", "cpu"]
+Implementation = Literal["auto", "reference", "cpu", "mosaic"]
+# Signs as they are packed, or, for the Hopper kernels, as `mosaic.to_kernel_order` lays them out
+# once at load; from the first the second is made in every call.
+type Bank = SignBank | KernelBank
 
 
 def base_matmul(
@@ -45,6 +54,8 @@ def base_matmul(
       ValueError: a shape or dtype is wrong, or the implementation unknown or not to be had.
     """
     check_rows("base_matmul", x, w)
+    if implementation == "mosaic":  # the base's product is XLA's own on a card
+        return reference.base_matmul(x.astype(w.dtype), w)
     # Many rows of the weight's own dtype: XLA has one product, which needs no conversion.
     if _on_cpu(implementation, x, w, not prompt or x.dtype != w.dtype):
         return cpu.base_matmul(x, w, prompt)
@@ -54,7 +65,7 @@ def base_matmul(
 def bitdelta_matmul(
     x: jax.Array,
     w: jax.Array,
-    bank: SignBank,
+    bank: Bank,
     slot: Any,
     implementation: Implementation = "auto",
 ) -> jax.Array:
@@ -72,10 +83,15 @@ def bitdelta_matmul(
         not to be had.
     """
     name = "bitdelta_matmul"
-    fused = _fused(name, implementation, x, w, bank)
+    check_rows(name, x, w)
+    made = _check(name, w, bank)
     slot = slot if isinstance(slot, jax.Array) else np.asarray(slot)
-    slot = check_slots(name, slot.reshape(-1), 1, bank.bits.shape[0])[0]
-    if fused:
+    slot = check_slots(name, slot.reshape(-1), 1, bank.scale.shape[0])[0]
+    if _on_card(implementation, made):
+        mosaic, words = _kernels(bank, w)
+        return mosaic.bitdelta_matmul(x, w, words, slot, interpret=_interpreter())
+    bank = cast(SignBank, bank)
+    if _on_cpu(implementation, x, w, True):
         slots = jnp.broadcast_to(slot, x.shape[:1])
         return cpu.bitdelta_matmul(x, w, bank, slots, True)
     return reference.bitdelta_matmul(x, w, bank, slot)
@@ -84,7 +100,7 @@ def bitdelta_matmul(
 def bitdelta_matmul_mixed(
     x: jax.Array,
     w: jax.Array,
-    bank: SignBank,
+    bank: Bank,
     slots: Any,
     implementation: Implementation = "auto",
 ) -> jax.Array:
@@ -101,9 +117,14 @@ def bitdelta_matmul_mixed(
       ValueError: as in `bitdelta_matmul`.
     """
     name = "bitdelta_matmul_mixed"
-    fused = _fused(name, implementation, x, w, bank)
-    slots = check_slots(name, slots, x.shape[0], bank.bits.shape[0])
-    if fused:
+    check_rows(name, x, w)
+    made = _check(name, w, bank)
+    slots = check_slots(name, slots, x.shape[0], bank.scale.shape[0])
+    if _on_card(implementation, made):
+        mosaic, words = _kernels(bank, w)
+        return mosaic.bitdelta_matmul_mixed(x, w, words, slots, interpret=_interpreter())
+    bank = cast(SignBank, bank)
+    if _on_cpu(implementation, x, w, True):
         return cpu.bitdelta_matmul(x, w, bank, slots, False)
     return reference.bitdelta_matmul_mixed(x, w, bank, slots)
 
@@ -111,7 +132,7 @@ def bitdelta_matmul_mixed(
 def bitdelta_matmul_segments(
     x: jax.Array,
     w: jax.Array,
-    bank: SignBank,
+    bank: Bank,
     slots: Any,
     ends: Any,
     implementation: Implementation = "auto",
@@ -130,9 +151,15 @@ def bitdelta_matmul_segments(
       ValueError: as in `bitdelta_matmul`.
     """
     name = "bitdelta_matmul_segments"
-    fused = _fused(name, implementation, x, w, bank)
-    slots = check_slots(name, slots, ends.shape[0], bank.bits.shape[0])
-    if fused:
+    check_rows(name, x, w)
+    made = _check(name, w, bank)
+    slots = check_slots(name, slots, ends.shape[0], bank.scale.shape[0])
+    if _on_card(implementation, made):
+        mosaic, words = _kernels(bank, w)
+        ends = jnp.asarray(ends)
+        return mosaic.bitdelta_matmul_segments(x, w, words, slots, ends, interpret=_interpreter())
+    bank = cast(SignBank, bank)
+    if _on_cpu(implementation, x, w, True):
         rows = reference.row_slots(slots, ends, x.shape[0])
         return cpu.bitdelta_matmul(x, w, bank, rows, True)
     return reference.bitdelta_matmul_segments(x, w, bank, slots, ends)
@@ -141,7 +168,7 @@ def bitdelta_matmul_segments(
 def bitdelta_embed(
     ids: jax.Array,
     w: jax.Array,
-    bank: SignBank,
+    bank: Bank,
     slots: Any,
     implementation: Implementation = "auto",
 ) -> jax.Array:
@@ -160,18 +187,58 @@ def bitdelta_embed(
     name = "bitdelta_embed"
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"{name}: ids are {ids.dtype}{list(ids.shape)}; expected int32 [B, T]")
-    check_bank(name, w, bank)
-    slots = check_slots(name, slots, ids.shape[0], bank.bits.shape[0])
+    made = _check(name, w, bank)
+    slots = check_slots(name, slots, ids.shape[0], bank.scale.shape[0])
+    if _on_card(implementation, made):
+        mosaic, words = _kernels(bank, w)
+        return mosaic.bitdelta_embed(ids, w, words, slots)
+    bank = cast(SignBank, bank)
     # Of few tokens only: XLA gathers many rows faster than one thread adds signs to them.
     if _on_cpu(implementation, w, w, ids.shape[1] == 1):
         return cpu.bitdelta_embed(ids.astype(jnp.int32), w, bank, slots)
     return reference.bitdelta_embed(ids, w, bank, slots)
 
 
-def _fused(name: str, implementation: str, x: jax.Array, w: jax.Array, bank: SignBank) -> bool:
-    check_rows(name, x, w)
-    check_bank(name, w, bank)
-    return _on_cpu(implementation, x, w, True)
+def _check(name: str, w: jax.Array, bank: Any) -> bool:
+    """Checks a bank; whether it is in the Hopper kernels' order."""
+    if isinstance(bank, SignBank):
+        check_bank(name, w, bank)
+        return False
+    if bank.scale.shape[-1] != w.shape[0]:
+        raise ValueError(
+            f"{name}: scale is {list(bank.scale.shape)}; expected [M, levels, {w.shape[0]}] for w "
+            f"{list(w.shape)}"
+        )
+    return True
+
+
+def _on_card(implementation: str, made: bool) -> bool:
+    if made and implementation not in ("auto", "mosaic"):
+        raise ValueError(
+            f"the bank is in the order of the Hopper kernels; implementation {implementation!r} "
+            "takes a SignBank"
+        )
+    return made or implementation == "mosaic"
+
+
+def _kernels(bank: Any, w: jax.Array) -> tuple[Any, "KernelBank"]:
+    """The Hopper kernels, and the bank in their order."""
+    # Not before they are asked for: Pallas takes a second to import.
+    from pallas_kernels.bitdelta_matmul import mosaic
+
+    if isinstance(bank, mosaic.KernelBank):
+        return mosaic, bank
+    return mosaic, mosaic.to_kernel_order(bank.bits, bank.scale, w)
+
+
+@functools.cache
+def _interpreter() -> Any:
+    """Parameters of the interpreter where there is no card, else None."""
+    if jax.default_backend() == "gpu":
+        return None
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu.InterpretGPUParams()
 
 
 def _on_cpu(implementation: str, x: jax.Array, w: jax.Array, wanted: bool) -> bool:
@@ -189,5 +256,6 @@ def _on_cpu(implementation: str, x: jax.Array, w: jax.Array, wanted: bool) -> bo
             )
         case _:
             raise ValueError(
-                f"implementation is {implementation!r}; expected 'auto', 'reference' or 'cpu'"
+                f"implementation is {implementation!r}; expected 'auto', 'reference', 'cpu' or "
+                "'mosaic'"
             )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cpu_build
-from pallas_kernels.bitdelta_matmul import cpu, ops, reference
+from pallas_kernels.bitdelta_matmul import cpu, mosaic, ops, reference
 from pallas_kernels.bitdelta_matmul.ops import SignBank
 from pallas_kernels.packing import pack_signs
 
@@ -143,6 +143,23 @@ def test_rows_with_outliers_keep_the_delta_term() -> None:
     got -= product("mixed", jnp.asarray(x), w, zero, slots, "cpu")
     for row in range(4):
         assert off(got[row], delta[row]) <= DELTA, row
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_hopper_kernels_mean_the_same(form: str) -> None:
+    """In the interpreter, from packed signs and from a bank in their own order."""
+    w, signs, bank = case(64, 128, "bfloat16", 1)
+    x, slots = rows_of(9, 128, "bfloat16"), slots_of(form, 9)
+    base, delta = terms(x, w, signs, bank, slots)
+    got = product(form, x, w, bank, slots, "mosaic")
+    assert off(got - base, delta) <= (DELTA if form == "mixed" else 0.035)
+    made = mosaic.to_kernel_order(bank.bits, bank.scale, w)
+    assert np.array_equal(product(form, x, w, made, slots, "auto"), got)
+    with pytest.raises(ValueError, match="implementation 'cpu' takes a SignBank"):
+        product(form, x, w, made, slots, "cpu")
+    ids, rows = jnp.array([[3], [63]]), np.array([1, -1], np.int32)
+    want = ops.bitdelta_embed(ids, w, bank, rows, "reference")
+    np.testing.assert_allclose(ops.bitdelta_embed(ids, w, made, rows), want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
