@@ -23,10 +23,10 @@ from server.loader import Loader
 from server.requests import Failure, Request, TokenEvent
 from server.worker import Worker
 from zen_jax.checkpoint.manifest import Variant
-from zen_jax.chunking import shape_for
+from zen_jax.chunking import Shape, shape_for
 from zen_jax.config import ModelConfig
 from zen_jax.convert import convert_base, convert_variant
-from zen_jax.engine_state import Chunk, EngineConfig
+from zen_jax.engine_state import Chunk
 from zen_jax.layout import tensor_shapes
 from zen_jax.residency import CacheConfig
 from zen_jax.sampling import SamplingParams
@@ -106,21 +106,28 @@ class FakeEngine:
         state: the newest there is.
         bank: likewise.
         read: how many tokens of prompts each call read.
+        resumed: how often a request was read with a part of its answer.
     """
 
     rows: int = 3
     max_length: int = 64
     slots: int = 2
-    chunk_tokens: int = 64
+    shapes: tuple[Shape, ...] = ((1, 16), (1, 64), (4, 16))
     max_steps: int = 4
     log: list[tuple[Any, ...]] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     read: list[int] = field(default_factory=list)
+    resumed: int = 0
     compiles: int = 0
 
     @property
     def sizes(self) -> Any:
-        return EngineConfig(self.rows, self.max_length, self.chunk_tokens, self.max_steps)
+        return SimpleNamespace(
+            rows=self.rows,
+            max_length=self.max_length,
+            shapes=self.shapes,
+            max_steps=self.max_steps,
+        )
 
     def init_state(self) -> FakeState:
         self.state = FakeState([None] * self.rows)
@@ -148,7 +155,7 @@ class FakeEngine:
         self._usable(bank)
         state = self._take(state)
         sizes = [len(chunk.token_ids) for chunk in chunks]
-        places, _ = shape_for(sizes, self.sizes.shapes)
+        places, _ = shape_for(sizes, self.shapes)
         self.read.append(sum(sizes))
         tokens = np.full(places, -1, np.int32)
         for i, chunk in enumerate(chunks):
@@ -167,6 +174,7 @@ class FakeEngine:
                 chunk.last,
             )
             state.rows[chunk.row] = row
+            self.resumed += chunk.last and len(row.tokens) > chunk.prompt
             if chunk.last:
                 tokens[i] = self._sample(bank, row)
         self.state = state

@@ -31,6 +31,7 @@ from zen_jax.sampling import SamplingParams
 SLOTS, ROWS, INBOX, MAX_LOADS = 2, 3, 8, 2
 LOAD_TIMEOUT_S, WAIT_S = 6.0, 20.0
 SCHEDULES = 200
+SHAPES = ((1, 2), (1, 4), (3, 2))
 
 # From arrival to the end: a load and a wait for a slot and for rows, all at their longest.
 LONGEST_S = 90.0
@@ -128,7 +129,7 @@ class World:
         self.let_go: set[str] = set()
         self.store = Store(fake)
         self.router = Router(self.store)
-        self.engine = fake.Engine(rows=ROWS, slots=SLOTS, max_length=12, chunk_tokens=4)
+        self.engine = fake.Engine(rows=ROWS, slots=SLOTS, max_length=12, shapes=SHAPES)
         self.loader = WatchedLoader(
             self.read, lambda tree: tree, clock=lambda: self.now, spawn=self.spawn
         )
@@ -207,7 +208,7 @@ class World:
             ),
             draw.randrange(100),
             self.now + draw.choice((0.0, 0.3, 2.0)) if draw.random() < 0.2 else None,
-            priority=draw.choices((0, 1, 3), (8, 2, 1))[0],
+            priority=draw.choice((0, 1, 3)),
         )
         client = Client(self, request, raises=draw.random() < 0.1)
         try:
@@ -276,6 +277,20 @@ def how_it_ended(client: Client) -> str:
     return "gone" if finish is None else finish.reason
 
 
+def what_was_launched(world: World) -> Counter[str]:
+    """How often a prompt was read on, several were read in one call, a call had several steps, and
+    a row was taken from a request that had tokens."""
+    kinds: Counter[str] = Counter()
+    for name, *what in world.engine.log:
+        if name == "decode":
+            kinds["steps together"] += what[0] > 1
+        elif name == "prefill":
+            kinds["later parts"] += any(start for _, _, start in what)
+            kinds["prompts together"] += len(what) > 1
+    kinds["displaced"] = world.engine.resumed
+    return kinds
+
+
 def test_any_schedule_answers_everyone_rightly_and_leaves_nothing(
     fake: Any, scale: int, caplog: pytest.LogCaptureFixture
 ):
@@ -290,10 +305,13 @@ def test_any_schedule_answers_everyone_rightly_and_leaves_nothing(
             raise
         reached.update(map(how_it_ended, world.clients))
         reached["writes"] += world.engine.count("write_slot")
+        reached.update(what_was_launched(world))
     # The schedules are of use only while they reach all this.
     assert reached["length"] > 5 * SCHEDULES
     assert reached["writes"] > 1.2 * SLOTS * SCHEDULES
     for kind in ("stop", "cancelled", "deadline", "load_failed", "corrupt", "withdrawn", "gone"):
+        assert reached[kind] > SCHEDULES / 10, reached
+    for kind in ("later parts", "prompts together", "steps together", "displaced"):
         assert reached[kind] > SCHEDULES / 10, reached
 
 
@@ -352,6 +370,17 @@ def pins_what_is_to_be_unloaded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(scheduler._Draft, "withdraw_unloads", lambda draft, pinned: None)
 
 
+def forgets_the_answer_of_who_is_displaced(patch: pytest.MonkeyPatch) -> None:
+    give = scheduler._Draft.give
+
+    def prompt_alone(draft: Any, row: int) -> None:
+        give(draft, row)
+        job = draft.jobs[draft.rows[row]]
+        draft.jobs[draft.rows[row]] = replace(job, unread=job.request.token_ids, tokens=())
+
+    patch.setattr(scheduler._Draft, "give", prompt_alone)
+
+
 def makes_no_room_in_the_inbox(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Inbox, "settle", lambda inbox, requests: None)
 
@@ -364,6 +393,7 @@ def makes_no_room_in_the_inbox(patch: pytest.MonkeyPatch) -> None:
         (loads_end_with_their_first_asker, 20),
         (keeps_the_lease_of_who_cancels, 20),
         (makes_no_room_in_the_inbox, 20),
+        (forgets_the_answer_of_who_is_displaced, 100),
         (pins_what_is_to_be_unloaded, 200),  # operators seldom meet
     ],
 )

@@ -236,7 +236,7 @@ def test_the_next_call_is_launched_before_the_last_is_read(
 def test_prompts_are_launched_no_further_ahead_than_one_call(
     worlds: MakeWorld, make_request: MakeRequest, fake: Any
 ):
-    world = worlds(start=False, chunk_tokens=16, max_length=512)
+    world = worlds(start=False, shapes=((1, 16),), max_length=512)
     request = make_request(prompt=(5,) * 200, max_tokens=2)
     caller = world.submit(request)
     for calls in range(1, 5):
