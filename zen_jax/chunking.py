@@ -44,7 +44,7 @@ def cut(left: Sequence[int], shapes: Sequence[Shape]) -> tuple[int, ...]:
 
     Args:
       left: tokens that are left of each prompt, at least 1, in the order of their turn.
-      shapes: of `chunk_shapes`.
+      shapes: of `chunk_shapes`; each T is there with C = 1.
 
     Returns:
       Tokens of the first prompts, one entry for each that is read.
