@@ -34,6 +34,7 @@ from zen_jax.checkpoint.load import bank_schema, read_base
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.checkpoint.store import Store
 from zen_jax.engine import Engine, EngineConfig
+from zen_jax.programs import keep_compiled
 from zen_jax.residency import CacheConfig
 from zen_jax.sharding import Placement, make_mesh
 from zen_jax.tokenizer import Tokenizer
@@ -278,6 +279,7 @@ def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Eng
     Raises:
         ValueError: the base is damaged, or the options do not fit the model or the machine.
     """
+    keep_compiled()
     schema = bank_schema(store, options.slots)
     config = schema.held.config
     length = min(_MAX_LENGTH, config.max_position)
