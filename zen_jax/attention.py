@@ -1,4 +1,4 @@
-"""Rotary embedding and grouped-query attention, in float32 sums.
+"""Angles of the rotary embedding, and grouped-query attention, in float32 sums.
 
 Letters: B batch, C chunks, T query, S cache, K kv heads, G query heads a kv head, H head size.
 """
@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.decode_attention.ops import decode_attention
 from pallas_kernels.prompt_attention.ops import prompt_attention
 from zen_jax.config import Llama3Rope, ModelConfig
 from zen_jax.kv_cache import ChunkRows, LayerCache
-from zen_jax.sharding import Placement
+from zen_jax.sharding import Placement, on_shards
 
 _MASKED = -1e30
 
@@ -50,14 +51,6 @@ def rotary_angles(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Ar
     """
     angle = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns [B, T, ..., H] by the angles of its positions; pairs are (i, i + H / 2)."""
-    cos, sin = (a.reshape(*a.shape[:2], *(1,) * (x.ndim - 3), a.shape[-1]) for a in angles)
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-    return turned.astype(x.dtype)
 
 
 def visible(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
@@ -123,14 +116,47 @@ def attend_rows(
     def attend(q: Any, k: Any, v: Any, where: ChunkRows, starts: Any) -> jax.Array:
         return prompt_attention(q, k, v, where.rows, starts, where.lengths, window)
 
-    if placement is None:
-        return attend(q, cache.k, cache.v, where, starts)
-    heads = placement.mesh_axis("kv_heads")
+    heads = None if placement is None else placement.mesh_axis("kv_heads")
     lines, rest = PartitionSpec(None, None, heads), PartitionSpec()
-    return jax.shard_map(
-        attend,
-        mesh=placement.mesh,
-        in_specs=(lines, lines, lines, rest, rest),
-        out_specs=lines,
-        check_vma=False,
-    )(q, cache.k, cache.v, where, starts)
+    split = on_shards(attend, placement, (lines, lines, lines, rest, rest), lines)
+    return split(q, cache.k, cache.v, where, starts)
+
+
+def attend_token(
+    qkv: jax.Array,
+    cache: LayerCache,
+    positions: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    norms: tuple[jax.Array, jax.Array] | None,
+    eps: float,
+    window: int | None,
+    placement: Placement | None = None,
+) -> tuple[jax.Array, LayerCache]:
+    """One token a row: normed, turned and written to the cache, to which its queries then attend.
+
+    Args:
+      qkv: [B, K, G + 2, H], neither normed nor turned.
+      cache: [B, S, K, H].
+      positions: int32[B]; a row whose position is outside 0..S-1 writes nothing and gives zeros.
+      angles: of `rotary_angles`, float32[B, H / 2] each.
+      norms: weights of the norms of queries and keys, float32[B or 1, H] each, or None.
+      eps: of these norms.
+      window: as in `visible`.
+      placement: the mesh, or None for one device.
+
+    Returns:
+      [B, K, G, H] in qkv's dtype, and the cache with the token. A row does not depend on others.
+    """
+
+    def attend(qkv: Any, k: Any, v: Any, *rest: Any) -> tuple[jax.Array, ...]:
+        return decode_attention(qkv, k, v, *rest, eps=eps, window=window)
+
+    heads = None if placement is None else placement.mesh_axis("kv_heads")
+    token, held, rest = (
+        PartitionSpec(None, heads),
+        PartitionSpec(None, None, heads),
+        PartitionSpec(),
+    )
+    split = on_shards(attend, placement, (token, held, held, rest, rest, rest), (token, held, held))
+    y, k, v = split(qkv, cache.k, cache.v, positions, angles, norms)
+    return y, LayerCache(k, v)

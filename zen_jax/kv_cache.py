@@ -66,23 +66,6 @@ def make_cache(
     return [LayerCache(empty(), empty()) for _ in range(config.num_layers)]
 
 
-def write_token(cache: LayerCache, k: jax.Array, v: jax.Array, at: jax.Array) -> LayerCache:
-    """Writes one token a row.
-
-    Args:
-      cache: [B, S, K, H].
-      k: [B, 1, K, H].
-      v: [B, 1, K, H].
-      at: int32[B], each row's position; one outside 0..S-1 writes nothing.
-    """
-    rows = jnp.arange(at.shape[0])
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[rows, at].set(new[:, 0].astype(old.dtype), mode="drop")
-
-    return LayerCache(put(cache.k, k), put(cache.v, v))
-
-
 def write_chunks(
     cache: LayerCache, k: jax.Array, v: jax.Array, starts: jax.Array, where: ChunkRows
 ) -> LayerCache:

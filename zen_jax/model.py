@@ -13,21 +13,23 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.decode_attention import ops, reference
+from pallas_kernels.decode_attention.reference import rotate
 from zen_jax.attention import (
     attend,
     attend_rows,
+    attend_token,
     rotary_angles,
     rotary_frequencies,
-    rotate,
     visible,
 )
 from zen_jax.config import ModelConfig
-from zen_jax.kv_cache import ChunkRows, LayerCache, write_chunks, write_token
+from zen_jax.kv_cache import ChunkRows, LayerCache, write_chunks
 from zen_jax.layout import Params, ParamSpec, map_specs, param_specs
 from zen_jax.linear import embed, linear, vector
-from zen_jax.sharding import Placement
+from zen_jax.sharding import Placement, on_shards
 
 Merge = Callable[[Params], "Transformer"]
 
@@ -70,18 +72,36 @@ class Embedding(Linear):
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) times a vector (arXiv:1910.07467)."""
 
-    def __init__(self, spec: ParamSpec, eps: float) -> None:
+    def __init__(
+        self, spec: ParamSpec, eps: float, how: Computing, axes: tuple[str | None, ...] = ()
+    ) -> None:
+        """Takes the logical axes of what is normed; those not given are not sharded."""
         self.weight = nnx.Param(jnp.zeros(spec.shape))
         self.eps = eps
+        self.placement = how.placement
+        self.axes = axes
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, ..., D] -> the same shape and dtype; inside float32."""
-        wide = x.astype(jnp.float32)
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+    def rows(self) -> jax.Array:
+        """The vector of each row of the batch, float32[B, D], or float32[1, D] of all."""
         weight = vector(self.weight.get_value())
-        if weight.ndim > 1:  # each row of the batch has its own
-            weight = weight.reshape(weight.shape[0], *(1,) * (x.ndim - 2), weight.shape[-1])
-        return (wide * weight).astype(x.dtype)
+        return weight.reshape(-1, weight.shape[-1])
+
+    def __call__(self, x: jax.Array, serving: bool = False) -> jax.Array:
+        """[B, T, ..., D] -> the same shape and dtype; inside float32.
+
+        Args:
+          x: what is normed.
+          serving: nothing is differentiated; each row's sum runs in one order, however many there
+            are.
+        """
+        if not serving:
+            return reference.rms_norm(x, self.rows(), self.eps)
+        here = PartitionSpec() if self.placement is None else self.placement.spec(self.axes)
+
+        def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+            return ops.rms_norm(x, weight, self.eps)
+
+        return on_shards(norm, self.placement, (here, PartitionSpec()), here)(x, self.rows())
 
 
 class Bias(nnx.Module):
@@ -106,30 +126,54 @@ class Attention(nnx.Module):
     ) -> None:
         self.qkv = Linear(specs["qkv"], how)
         self.o = Linear(specs["o"], how)
-        eps = config.rms_norm_eps
         self.qkv_bias = Bias(specs["qkv_bias"]) if config.qkv_bias else None
-        self.q_norm = RMSNorm(specs["q_norm"], eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(specs["k_norm"], eps) if config.qk_norm else None
+        eps, axes = config.rms_norm_eps, (None, None, "kv_heads")
+        self.q_norm = RMSNorm(specs["q_norm"], eps, how, axes) if config.qk_norm else None
+        self.k_norm = RMSNorm(specs["k_norm"], eps, how, axes) if config.qk_norm else None
         self.config = config
         self.window = window
 
-    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def fused(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, K, G + 2, H]: a kv head's queries, its key and its value."""
+        y = self.qkv(x) if self.qkv_bias is None else self.qkv_bias(self.qkv(x))
+        return y.reshape(*x.shape[:2], self.config.num_kv_heads, -1, self.config.head_dim)
+
+    def project(
+        self, x: jax.Array, positions: jax.Array, serving: bool = False
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[B, T, D] -> q[B, T, K, G, H], k[B, T, K, H] (both turned by rope), v[B, T, K, H]."""
-        config = self.config
-        fused = self.qkv(x) if self.qkv_bias is None else self.qkv_bias(self.qkv(x))
-        fused = fused.reshape(*x.shape[:2], config.num_kv_heads, -1, config.head_dim)
+        fused = self.fused(x)
         q, k, v = fused[..., :-2, :], fused[..., -2, :], fused[..., -1, :]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        angles = rotary_angles(positions, rotary_frequencies(config))
+            q, k = self.q_norm(q, serving), self.k_norm(k, serving)
+        angles = rotary_angles(positions, rotary_frequencies(self.config))
         return rotate(q, angles), rotate(k, angles), v
+
+    def decode(
+        self, x: jax.Array, positions: jax.Array, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache]:
+        """One token a row, [B, 1, D], to the cache -> [B, K, G, H] and the cache with it."""
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = self.q_norm.rows(), self.k_norm.rows()
+        at = positions[:, 0]
+        return attend_token(
+            self.fused(x)[:, 0],
+            cache,
+            at,
+            rotary_angles(at, rotary_frequencies(self.config)),
+            norms,
+            self.config.rms_norm_eps,
+            self.window,
+            self.qkv.how.placement,
+        )
 
     def __call__(
         self,
         x: jax.Array,
         positions: jax.Array,
         cache: LayerCache | None,
-        where: ChunkRows | None,
+        where: ChunkRows | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Attends causally to x itself; or, one token a row, to the cache; or, chunks of prompts,
         each to its own row of the cache.
@@ -137,18 +181,16 @@ class Attention(nnx.Module):
         Returns the output [B, T, D] and the layer's keys and values: x's own, or the cache with
         them written at ``positions``.
         """
-        q, k, v = self.project(x, positions)
-        if cache is not None and where is not None:
-            seen = write_chunks(cache, k, v, positions[:, 0], where)
-            y = attend_rows(q, seen, where, positions[:, 0], self.window, self.qkv.how.placement)
-            return self.o(y.reshape(*x.shape[:2], -1)), seen
         if cache is None:
-            seen, keys = LayerCache(k, v), positions
+            q, k, v = self.project(x, positions)
+            y, seen = attend(q, k, v, visible(positions, positions, self.window)), LayerCache(k, v)
+        elif where is None:
+            y, seen = self.decode(x, positions, cache)
         else:
-            seen = write_token(cache, k, v, positions[:, 0])
-            keys = jnp.arange(cache.k.shape[1], dtype=jnp.int32)[None]
-        mask = visible(positions, keys, self.window)
-        y = attend(q, seen.k.astype(q.dtype), seen.v.astype(q.dtype), mask)
+            q, k, v = self.project(x, positions, serving=True)
+            starts = positions[:, 0]
+            seen = write_chunks(cache, k, v, starts, where)
+            y = attend_rows(q, seen, where, starts, self.window, self.qkv.how.placement)
         return self.o(y.reshape(*x.shape[:2], -1)), seen
 
 
@@ -171,9 +213,9 @@ class Layer(nnx.Module):
     def __init__(
         self, config: ModelConfig, specs: Params, how: Computing, window: int | None
     ) -> None:
-        self.attn_norm = RMSNorm(specs["attn_norm"], config.rms_norm_eps)
+        self.attn_norm = RMSNorm(specs["attn_norm"], config.rms_norm_eps, how)
         self.attention = Attention(config, specs, how, window)
-        self.mlp_norm = RMSNorm(specs["mlp_norm"], config.rms_norm_eps)
+        self.mlp_norm = RMSNorm(specs["mlp_norm"], config.rms_norm_eps, how)
         self.mlp = MLP(specs, how)
 
     def __call__(
@@ -181,12 +223,13 @@ class Layer(nnx.Module):
         x: jax.Array,
         positions: jax.Array,
         cache: LayerCache | None,
-        where: ChunkRows | None,
+        where: ChunkRows | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """[B, T, D] -> [B, T, D] and the layer's keys and values."""
-        y, seen = self.attention(self.attn_norm(x), positions, cache, where)
+        serving = cache is not None
+        y, seen = self.attention(self.attn_norm(x, serving), positions, cache, where)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), seen
+        return x + self.mlp(self.mlp_norm(x, serving)), seen
 
 
 class Transformer(nnx.Module):
@@ -201,7 +244,7 @@ class Transformer(nnx.Module):
                 for i in range(config.num_layers)
             ]
         )
-        self.final_norm = RMSNorm(specs["final_norm"], config.rms_norm_eps)
+        self.final_norm = RMSNorm(specs["final_norm"], config.rms_norm_eps, how)
         self.head = None if config.tie_word_embeddings else Linear(specs["head"], how)
 
     def __call__(
@@ -220,7 +263,7 @@ class Transformer(nnx.Module):
         for i, layer in enumerate(self.layers):
             x, kept = layer(x, positions, None if cache is None else cache[i], where)
             seen.append(kept)
-        return self.final_norm(x), seen
+        return self.final_norm(x, cache is not None), seen
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[B, T, D] -> float32[B, T, V]."""

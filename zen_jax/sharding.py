@@ -5,6 +5,8 @@ A logical axis is sharded over the mesh axis that the table names if it divides 
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -80,3 +82,23 @@ class Placement:
     def sharding(self, axes: tuple[str | None, ...]) -> NamedSharding:
         """The same with the mesh, for `jax.device_put` and jit."""
         return NamedSharding(self.mesh, self.spec(axes))
+
+
+def on_shards(
+    function: Callable[..., Any], placement: Placement | None, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """A function that each device runs on its own shards; without a mesh, the function itself.
+
+    XLA cannot split a kernel of ours, and would gather what one takes.
+
+    Args:
+      function: of arrays.
+      placement: the mesh, or None for one device.
+      in_specs: partitions of its arguments.
+      out_specs: of its results.
+    """
+    if placement is None:
+        return function
+    return jax.shard_map(
+        function, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )

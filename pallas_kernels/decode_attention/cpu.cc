@@ -25,6 +25,7 @@ using namespace zen;
 
 constexpr int64_t kChunk = 128;            // positions whose weights are made and used together
 constexpr int64_t kParallelBytes = 1 << 17;  // of cache, below which one thread is faster
+constexpr int64_t kNormBlock = 1 << 14;     // elements whose norms one task makes
 constexpr int64_t kTasksPerThread = 4;
 
 // One layer's heads. `padded` is the size in whole lanes, `stride` the elements between positions.
@@ -279,12 +280,17 @@ ffi::Error attend_impl(ffi::ThreadPool pool, float eps, int64_t window, int64_t 
   return ffi::Error::Success();
 }
 
-ffi::Error norm_impl(float eps, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
-                     ffi::ResultBuffer<ffi::F32> y) {
+ffi::Error norm_impl(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x,
+                     ffi::Buffer<ffi::F32> weight, ffi::ResultBuffer<ffi::F32> y) {
   const int64_t size = x.dimensions().back(), rows = x.element_count() / size;
-  const Norm by = norm_of(weight);
-  for (int64_t r = 0; r < rows; r++)
-    norm(x.typed_data() + r * size, by.weight + r * by.step, size, eps, y->typed_data() + r * size);
+  const int64_t in_block = std::max<int64_t>(1, kNormBlock / size);
+  const int64_t of_weight = rows / weight.dimensions()[0];
+  const int64_t blocks = (rows + in_block - 1) / in_block;
+  share_out(pool, blocks, blocks < 2, [&](int64_t b) {
+    for (int64_t r = b * in_block; r < std::min(rows, (b + 1) * in_block); r++)
+      norm(x.typed_data() + r * size, weight.typed_data() + r / of_weight * size, size, eps,
+           y->typed_data() + r * size);
+  });
   return ffi::Error::Success();
 }
 
@@ -310,6 +316,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ZenDecodeAttention, attend_impl,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ZenRmsNorm, norm_impl,
                               ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
                                   .Attr<float>("eps")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

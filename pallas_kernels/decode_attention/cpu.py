@@ -39,7 +39,7 @@ def takes(x: jax.Array, cache: jax.Array | None = None) -> bool:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """As `reference.rms_norm`: x[B, D], float32 or bfloat16, by float32[B or 1, D]."""
+    """As `reference.rms_norm`: x[B, ..., D], float32 or bfloat16, by float32[B or 1, D]."""
     call = jax.ffi.ffi_call("zen_rms_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
     return call(x.astype(jnp.float32), weight, eps=np.float32(eps)).astype(x.dtype)
 

@@ -17,23 +17,23 @@ Implementation = Literal["auto", "reference", "cpu"]
 def rms_norm(
     x: jax.Array, weight: jax.Array, eps: float, implementation: Implementation = "auto"
 ) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) times a weight, for few rows; not differentiable.
+    """x / sqrt(mean(x^2) + eps) times a weight; not differentiable.
 
     Args:
-      x: float[B, D].
-      weight: float32[B or 1, D].
+      x: float[B, ..., D].
+      weight: float32[B or 1, D], each row's own or one for all.
       eps: added to the mean square.
       implementation: who computes it.
 
     Returns:
-      [B, D] in x's dtype; inside float32.
+      x's shape and dtype; inside float32.
 
     Raises:
       ValueError: shapes do not fit, or the implementation is unknown or not to be had here.
     """
-    if x.ndim != 2 or weight.shape not in (x.shape, (1, x.shape[1])):
+    if x.ndim < 2 or weight.shape not in ((1, x.shape[-1]), (x.shape[0], x.shape[-1])):
         raise ValueError(
-            f"x has shape {x.shape} and weight {weight.shape}; expected [B, D] and [B or 1, D]"
+            f"x has shape {x.shape} and weight {weight.shape}; expected [B, ..., D] and [B or 1, D]"
         )
     if _on_cpu(implementation, x, None):
         return cpu.rms_norm(x, weight, eps)

@@ -13,8 +13,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) times a weight (arXiv:1910.07467).
 
     Args:
-      x: float[..., D].
-      weight: float32, broadcast to x.
+      x: float[B, ..., D].
+      weight: float32[B or 1, D], each row's own or one for all.
       eps: added to the mean square.
 
     Returns:
@@ -22,7 +22,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * weight).astype(x.dtype)
+    between = (1,) * (x.ndim - 2)
+    return (wide * weight.reshape(weight.shape[0], *between, x.shape[-1])).astype(x.dtype)
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -74,8 +75,7 @@ def decode_attention(
     """
     q, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
     if norms is not None:
-        q = rms_norm(q, norms[0][:, None, None], eps)
-        key = rms_norm(key, norms[1][:, None], eps)
+        q, key = rms_norm(q, norms[0], eps), rms_norm(key, norms[1], eps)
     q, key = rotate(q, angles), rotate(key, angles)
     rows, size = jnp.arange(qkv.shape[0]), k.shape[1]
     live = (positions >= 0) & (positions < size)

@@ -36,6 +36,7 @@ SHAPES = [
     Shape(7, 140, 3, 3, 64, 1),
     Shape(4, 513, 2, 1, 80, 129),
     Shape(4, 40, 1, 5, 16, 5),
+    Shape(6, 140, 5, 2, 64),  # a row alone has fewer chunks than threads want: heads are split too
 ]
 
 
@@ -206,6 +207,16 @@ def test_a_nan_stays_in_its_row_and_a_score_of_minus_infinity_counts_nothing() -
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
+def test_a_far_larger_score_in_an_earlier_chunk_is_what_counts() -> None:
+    k = jnp.zeros((1, 300, 1, 4)).at[0, 5, 0, 0].set(400.0)
+    v = jnp.ones((1, 300, 1, 4)).at[0, 5].set(3.0)
+    qkv = jnp.zeros((1, 1, 3, 4)).at[:, 0, 0, 0].set(1.0)
+    angles = (jnp.ones((1, 2)), jnp.zeros((1, 2)))
+    for implementation in IMPLEMENTATIONS:
+        case = [qkv, k, v, jnp.array([299], jnp.int32), angles, None, EPS, None]
+        assert np.array_equal(attend(case, implementation)[0][0, 0, 0], [3.0] * 4)
+
+
 def test_weights_of_far_scores_keep_their_precision() -> None:
     """With two positions the result is e^-d / (1 + e^-d), to a few units in the last place."""
     far = np.linspace(0.0, 86.0, 1001)
@@ -222,13 +233,14 @@ def test_weights_of_far_scores_keep_their_precision() -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("shape", [(1, 4), (3, 17), (8, 576)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4), (3, 17), (8, 1, 576), (2, 40, 3, 576)], ids=str)
 def test_norm_equals_float64(shape, own: bool, implementation) -> None:
-    rng = np.random.default_rng(shape[1])
+    rng = np.random.default_rng(shape[-1])
     x = rng.normal(0, 3, shape).astype(np.float32)
-    weight = rng.normal(1, 1, shape if own else (1, shape[1])).astype(np.float32)
+    weight = rng.normal(1, 1, (shape[0] if own else 1, shape[-1])).astype(np.float32)
     got = ops.rms_norm(jnp.asarray(x), jnp.asarray(weight), EPS, implementation)
-    want = normed64(x.astype(np.float64), weight.astype(np.float64))
+    of_row = weight.astype(np.float64).reshape(-1, *(1,) * (len(shape) - 2), shape[-1])
+    want = normed64(x.astype(np.float64), of_row)
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
 
 
@@ -237,9 +249,11 @@ def test_a_rows_norm_has_the_same_bits_in_any_company_and_keeps_its_nan() -> Non
     x = rng.standard_normal((5, 100), np.float32)
     weight = jnp.asarray(rng.standard_normal((5, 100), np.float32))
     whole = np.asarray(cpu.rms_norm(x, weight, EPS))
+    many = cpu.rms_norm(np.repeat(x[:, None], 90, 1), weight, EPS)
     for r in range(5):
         alone = cpu.rms_norm(x[r : r + 1], weight[r : r + 1], EPS)
         assert np.array_equal(alone[0], whole[r])
+        assert (np.asarray(many)[r] == whole[r]).all()
     x[3, 99] = np.nan
     got = np.asarray(cpu.rms_norm(x, weight, EPS))
     assert np.isnan(got[3]).all() and np.array_equal(np.delete(got, 3, 0), np.delete(whole, 3, 0))
