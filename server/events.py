@@ -24,6 +24,7 @@ from zen_jax.residency import (
 
 if TYPE_CHECKING:
     from zen_jax.checkpoint.manifest import Variant
+    from zen_jax.sampling import TokenLogprobs
 
 type Ticket = int
 """A number given to each request and operator's call, never used twice. Tokens come back under
@@ -63,11 +64,20 @@ class Sampled:
     Attributes:
         turn: of the request's turns in a row, the one that they were computed in.
         tokens: in their order; none where the row had stopped.
+        logprobs: one for each, where asked for.
     """
 
     ticket: Ticket
     turn: int
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextEnded:
+    """A request's text has come to a stop string; unknown ids are over already."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +127,15 @@ class OperatorCall:
 
 
 type Event = (
-    Arrived | Cancelled | Sampled | Stepped | PrefillRefused | Loaded | LoadFailed | OperatorCall
+    Arrived
+    | Cancelled
+    | Sampled
+    | TextEnded
+    | Stepped
+    | PrefillRefused
+    | Loaded
+    | LoadFailed
+    | OperatorCall
 )
 
 # What is to be done.
@@ -166,6 +184,7 @@ class Emit:
     request_id: str
     tokens: tuple[int, ...]
     finish: Finish | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

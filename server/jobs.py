@@ -11,7 +11,7 @@ from math import inf
 from types import MappingProxyType
 
 from server.events import Arrived, Ticket
-from server.requests import Request, Timings
+from server.requests import Finish, FinishReason, Request, Timings
 from zen_jax.chunking import Shape
 from zen_jax.delta_cache import DeltaCache
 
@@ -76,6 +76,16 @@ class Job:
     @property
     def request(self) -> Request:
         return self.arrived.request
+
+    def finish(self, reason: FinishReason) -> Finish:
+        """What its caller is told at its end, once the first token was read."""
+        return Finish(
+            reason=reason,
+            matched_stop=None,
+            prompt_tokens=len(self.request.token_ids),
+            completion_tokens=len(self.tokens),
+            timings=self.timings,
+        )
 
     @property
     def timings(self) -> Timings:

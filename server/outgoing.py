@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 
-from server.requests import Failure, Finish, Request, TokenEvent, TokenLogprobs
+from server.requests import Failure, Finish, Request, TokenEvent
 from zen.v1 import generate_pb2 as pb
 from zen_jax.checkpoint.manifest import BASE, Variant
+from zen_jax.sampling import TokenLogprobs
 
 _FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,

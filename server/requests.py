@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from zen_jax.checkpoint.manifest import Variant
-    from zen_jax.sampling import SamplingParams
+    from zen_jax.sampling import SamplingParams, TokenLogprobs
 
 type FinishReason = Literal["stop", "length"]
 
@@ -92,23 +92,6 @@ class Finish:
     completion_tokens: int
     timings: Timings
     matched_text: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """How probable the model held a token: natural logarithms, by the raw logits.
-
-    Attributes:
-        token_id: the token.
-        logprob: its own; None for the first token of a prompt, which nothing predicts.
-        top_ids: the likeliest tokens, as many as were asked for, the likeliest first.
-        top_logprobs: theirs.
-    """
-
-    token_id: int
-    logprob: float | None
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,10 +41,11 @@ from server.events import (
     PrefillRefused,
     Sampled,
     Stepped,
+    TextEnded,
     Ticket,
 )
 from server.jobs import BASE_SLOT, Job, SchedulerConfig, State
-from server.requests import Failure, FailureKind, Finish
+from server.requests import Failure, FailureKind
 from zen_jax.chunking import cut
 from zen_jax.delta_cache import DeltaCache, Step
 from zen_jax.residency import CacheConfig, Evicted, Grant, PinLimit, Refuse
@@ -123,7 +124,10 @@ class _Draft:
                     self.fail(self.tickets[request_id], "cancelled", "the request was cancelled")
             case Sampled(ticket, turn, tokens):
                 if ticket in self.jobs and self.jobs[ticket].turn == turn and tokens:
-                    self.sampled(ticket, tokens)
+                    self.sampled(ticket, event)
+            case TextEnded(request_id):
+                if request_id in self.tickets:
+                    self.text_ended(self.tickets[request_id])
             case Stepped(step_s):
                 self.step_s = step_s
             case PrefillRefused(ticket, message):
@@ -153,8 +157,8 @@ class _Draft:
         else:
             self.cache_step(self.cache.request(ticket, request.variant, self.now))
 
-    def sampled(self, ticket: Ticket, tokens: tuple[int, ...]) -> None:
-        job = self.jobs[ticket]
+    def sampled(self, ticket: Ticket, event: Sampled) -> None:
+        job, tokens = self.jobs[ticket], event.tokens
         first_at = job.first_at if job.tokens else self.now
         kept = tokens[: job.arrived.limit - len(job.tokens)]
         stop = next((i for i, token in enumerate(kept) if token in job.arrived.stops), None)
@@ -164,15 +168,16 @@ class _Draft:
         self.jobs[ticket] = job
         finish = None
         if stop is not None or len(job.tokens) >= job.arrived.limit:
-            finish = Finish(
-                reason="length" if stop is None else "stop",
-                matched_stop=None if stop is None else kept[-1],
-                prompt_tokens=len(job.request.token_ids),
-                completion_tokens=len(job.tokens),
-                timings=job.timings,
-            )
+            finish = job.finish("length" if stop is None else "stop")
+            finish = replace(finish, matched_stop=None if stop is None else kept[-1])
             self.end(ticket)
-        self.told.append(Emit(job.request.id, kept, finish))
+        self.told.append(Emit(job.request.id, kept, finish, event.logprobs[: len(kept)]))
+
+    def text_ended(self, ticket: Ticket) -> None:
+        """End a request at a stop string; which one, and where, its stream knows."""
+        job = self.jobs[ticket]
+        self.end(ticket)
+        self.told.append(Emit(job.request.id, (), job.finish("stop")))
 
     def operate(self, event: OperatorCall) -> None:
         match event.verb:

@@ -31,6 +31,13 @@ class AnswerStream:
         """Whether a stop string has come: no token after it is the caller's."""
         return self.text.matched is not None
 
+    def judge(self, start: int, entries: list[TokenLogprobs]) -> None:
+        """Takes log-probabilities of a prompt's tokens from position `start` on.
+
+        A row that was taken away reads its prompt again from the start.
+        """
+        self.prompt[start:] = entries
+
     def take(self, emit: Emit) -> TokenEvent | None:
         """What to tell of some tokens and of the end; None if that is nothing.
 

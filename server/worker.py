@@ -20,12 +20,10 @@ import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 import jax
-import numpy as np
 
 from server.device import DeviceEngine
 from server.events import (
@@ -44,9 +42,9 @@ from server.events import (
     Part,
     Prefill,
     PrefillRefused,
-    Sampled,
     StartLoad,
     Stepped,
+    TextEnded,
     Ticket,
     WriteSlot,
 )
@@ -54,6 +52,7 @@ from server.inbox import Inbox
 from server.jobs import SchedulerConfig, State
 from server.loader import Loader
 from server.pace import Pace
+from server.readout import Launch, PromptPart, prompt_part
 from server.requests import (
     Draining,
     Failure,
@@ -65,39 +64,16 @@ from server.requests import (
 )
 from server.scheduler import initial, plan
 from server.snapshot import WorkerSnapshot, snapshot
+from server.stream import AnswerStream
+from zen_jax.answer_text import AnswerText
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.engine_state import Chunk
 from zen_jax.residency import CacheConfig
-from zen_jax.tokenizer import IncrementalDecoder, Tokenizer
+from zen_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 _MAX_RETRY_AFTER_S = 30.0
-
-
-@dataclass(slots=True)
-class _Stream:
-    """Where a request's events go; `on_event` is None once its callback has failed."""
-
-    on_event: OnEvent | None
-    decoder: IncrementalDecoder
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """Tokens under way.
-
-    Attributes:
-        tokens: on the device, [*, places].
-        rows: whose they are: place, ticket and turn.
-        steps: decode steps that they come from; 0 after prompts.
-        at: when they were launched.
-    """
-
-    tokens: Any
-    rows: tuple[tuple[int, Ticket, int], ...]
-    steps: int
-    at: float
 
 
 class Worker:
@@ -133,11 +109,11 @@ class Worker:
         self._plan: State = initial(config, cache_config)
         self._inbox = Inbox(inbox_limit)
         loader.connect(self._inbox.put)
-        self._launched: list[_Launch] = []
+        self._launched: list[Launch] = []
         self._read_events: list[Event] = []
         self._pace = Pace()
         self._lock = threading.Condition()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, AnswerStream] = {}
         self._calls: dict[int, Future[None]] = {}
         self._call_numbers = itertools.count()
         self._started = self._stopping = self._over = False
@@ -180,7 +156,8 @@ class Worker:
             limit=min(sampling.max_tokens, max_length - prompt),
             at=self._clock(),
         )
-        stream = _Stream(on_event, IncrementalDecoder(tokenizer, continues=True))
+        text = AnswerText(tokenizer, sampling.stop, sampling.min_tokens)
+        stream = AnswerStream(on_event, text)
         with self._lock:
             if request.id in self._streams:
                 raise ValueError(f"request {request.id} is already there; give each its own id")
@@ -316,7 +293,9 @@ class Worker:
                 self._device_state, sampled = engine.decode(
                     self._bank, self._device_state, steps, [row for row, _, _ in rows]
                 )
-                self._launched.append(_Launch(sampled.token, rows, steps, self._clock()))
+                jobs = self._plan.jobs
+                tops = tuple(jobs[ticket].request.sampling.logprobs for _, ticket, _ in rows)
+                self._launched.append(Launch(sampled, rows, tops, steps, self._clock()))
             case WriteSlot(_, slot, attempt):
                 staged = self._loader.take(attempt)
                 self._bank = engine.write_slot(self._bank, slot, staged)
@@ -337,8 +316,12 @@ class Worker:
         """Launch a call; a part that the engine refuses is its own request's affair."""
         chunks: list[Chunk] = []
         last: list[tuple[int, Ticket, int]] = []
+        tops: list[int | None] = []
+        judged: list[PromptPart] = []
         for part in parts:
-            chunk = _chunk(part)
+            told = self._plan.jobs[part.ticket].tokens
+            prompt = None if told else prompt_part(part, len(chunks))
+            chunk = _chunk(part, () if prompt is None else prompt.targets)
             try:
                 self._engine.check(chunk)
             except ValueError as error:
@@ -349,12 +332,17 @@ class Worker:
                 continue
             if part.last:
                 last.append((len(chunks), part.ticket, part.turn))
+                tops.append(part.arrived.request.sampling.logprobs)
+            if prompt is not None:
+                judged.append(prompt)
             chunks.append(chunk)
         if chunks:
             self._device_state, sampled = self._engine.prefill(
                 self._bank, self._device_state, chunks
             )
-            self._launched.append(_Launch(sampled.token, tuple(last), 0, self._clock()))
+            self._launched.append(
+                Launch(sampled, tuple(last), tuple(tops), 0, self._clock(), tuple(judged))
+            )
 
     def _read(self, count: int | None, began: float) -> None:
         """Wait for the tokens of the oldest `count` launches, None for all of them."""
@@ -362,37 +350,35 @@ class Worker:
         del self._launched[: len(launches)]
         before = self._clock()
         for launch in launches:
-            tokens = np.atleast_2d(np.asarray(launch.tokens))
-            self._read_events += [
-                Sampled(ticket, turn, tuple(t for t in tokens[:, place].tolist() if t >= 0))
-                for place, ticket, turn in launch.rows
-            ]
+            self._read_events += launch.tokens()
+            for request_id, start, entries in launch.judged():
+                if request_id in self._streams:
+                    self._streams[request_id].judge(start, entries)
             self._pace.read(launch.steps, launch.at, self._clock())
         if launches:
             self._pace.ticked(before - began, self._clock() - before)
             self._read_events.append(Stepped(self._pace.step_s))
 
     def _emit(self, emit: Emit) -> None:
-        stream = self._streams[emit.request_id]
-        finish = emit.finish
-        if stream.on_event is not None:
-            try:
-                stopped = finish is not None and finish.reason == "stop"
-                shown = emit.tokens[:-1] if stopped else emit.tokens
-                text = "".join(stream.decoder.push(token) for token in shown)
-                text += stream.decoder.flush() if finish is not None else ""
-            except Exception as error:  # a tokenizer's fault is its own request's affair
-                error_id = uuid.uuid4().hex[:12]
-                _log_error(error, error_id)
-                message = f"the tokens could not be turned into text (error {error_id})"
-                event: TokenEvent | Failure = Failure(emit.request_id, "internal", message)
-                self._tell(emit.request_id, event, last=finish is not None)
-                self._abandon(emit.request_id, stream)
-                return
-        else:
-            text = ""
-        event = TokenEvent(emit.request_id, text, emit.tokens, finish)
-        self._tell(emit.request_id, event, last=finish is not None)
+        stream, last = self._streams[emit.request_id], emit.finish is not None
+        if stream.on_event is None:
+            event = TokenEvent(emit.request_id, "", emit.tokens, emit.finish)
+            self._tell(emit.request_id, event, last=last)
+            return
+        stopped = stream.stopped
+        try:
+            told = stream.take(emit)
+        except Exception as error:  # a tokenizer's fault is its own request's affair
+            error_id = uuid.uuid4().hex[:12]
+            _log_error(error, error_id)
+            message = f"the tokens could not be turned into text (error {error_id})"
+            self._tell(emit.request_id, Failure(emit.request_id, "internal", message), last=last)
+            self._abandon(emit.request_id, stream)
+            return
+        if stream.stopped and not stopped and not last:
+            self._inbox.put(TextEnded(emit.request_id))
+        if told is not None:
+            self._tell(emit.request_id, told, last=last)
 
     def _tell(self, request_id: str, event: TokenEvent | Failure, *, last: bool) -> None:
         """Call back. After the last event the id is free for another request."""
@@ -407,7 +393,7 @@ class Worker:
             _log_error(error, uuid.uuid4().hex[:12])
             self._abandon(request_id, stream)
 
-    def _abandon(self, request_id: str, stream: _Stream) -> None:
+    def _abandon(self, request_id: str, stream: AnswerStream) -> None:
         """Call back no more, and end the request if it runs."""
         stream.on_event = None
         if self._streams.get(request_id) is stream:
@@ -444,7 +430,7 @@ class Worker:
         self._calls.clear()
 
 
-def _chunk(part: Part) -> Chunk:
+def _chunk(part: Part, targets: Sequence[int]) -> Chunk:
     """A part of a request's prompt as the engine takes it."""
     arrived, request = part.arrived, part.arrived.request
     return Chunk(
@@ -459,6 +445,7 @@ def _chunk(part: Part) -> Chunk:
         stops=sorted(arrived.stops),
         end=len(request.token_ids) + arrived.limit,
         prompt=len(request.token_ids),
+        targets=targets,
     )
 
 

@@ -28,14 +28,21 @@ from zen_jax.engine_state import (
     ChunkBatch,
     DecodeState,
     EngineConfig,
-    Sampled,
-    own_settings,
 )
 from zen_jax.kv_cache import KV_AXES, ChunkRows, LayerCache, make_cache
 from zen_jax.layout import Params, ParamSpec, map_specs
 from zen_jax.model import Transformer, make_merge
 from zen_jax.programs import Programs, Progress
-from zen_jax.sampling import SamplingParams, sample
+from zen_jax.sampler import (
+    MAX_STOPS,
+    Logprobs,
+    Sampled,
+    clear_counts,
+    count_tokens,
+    prompt_logprobs,
+    sample,
+)
+from zen_jax.sampling import SamplingParams
 from zen_jax.sharding import Placement
 
 # An array on host or device, or where one lies.
@@ -163,6 +170,10 @@ class Engine:
         ids = np.asarray(chunk.token_ids, np.int64)
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise ValueError(f"a token id is outside 0 to {self.config.vocab_size - 1}")
+        if len(set(chunk.stops)) > MAX_STOPS:
+            raise ValueError(
+                f"{len(set(chunk.stops))} tokens end the answer; expected {MAX_STOPS} at most"
+            )
 
     def prefill(
         self, bank: DeltaBank, state: DecodeState, chunks: Sequence[Chunk]
@@ -217,14 +228,8 @@ class Engine:
         """
         whole = Chunk(row, slot, token_ids, sampling=sampling, seed=seed, **options)
         self.check(whole)
-        size, sampled = max(t for _, t in self.sizes.shapes), None
-        for start in range(0, len(token_ids), size):
-            part = token_ids[start : start + size]
-            last = start + len(part) == len(token_ids)
-            prompt = len(token_ids) if whole.prompt is None else whole.prompt
-            chunk = dataclasses.replace(
-                whole, token_ids=part, start=start, last=last, prompt=prompt
-            )
+        sampled = None
+        for chunk in whole.cut(max(t for _, t in self.sizes.shapes)):
             state, sampled = self.prefill(bank, state, [chunk])
         assert sampled is not None
         return state, int(np.asarray(sampled.token)[0])
@@ -326,25 +331,35 @@ class Engine:
         last = jnp.maximum(batch.lengths - 1, 0)[:, None, None]
         logits = self._logits(model, jnp.take_along_axis(hidden, last, 1), bank, batch.slots)
         total = batch.starts + batch.lengths
-        own = own_settings(batch)
-        sampled = Sampled(sample(logits, own, total))
-        go_on = batch.last & ~_stopped(sampled.token, total, batch.stops, batch.ends)
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             return old.at[batch.rows].set(new.astype(old.dtype), mode="drop")
 
+        settings = jax.tree.map(put, state.sampling, batch.sampling)
+        seen = clear_counts(state.seen, jnp.where(batch.starts == 0, batch.rows, -1))
+        at = jnp.where(offsets < batch.lengths[:, None], batch.rows[:, None], -1)
+        made = positions >= batch.prompts[:, None]
+        seen = count_tokens(seen, settings, at.ravel(), batch.tokens.ravel(), made.ravel())
+        own = batch.sampling.only(batch.last)
+        sampled = sample(logits[:, 0], own, seen, total, batch.rows)
+        chosen = jnp.where(batch.last, batch.rows, -1)
         new = DecodeState(
             cache=cache,
             lengths=put(state.lengths, total),
             tokens=put(state.tokens, sampled.token),
             slots=put(state.slots, batch.slots),
-            active=put(state.active, go_on),
-            prompts=put(state.prompts, batch.prompts),
-            ends=put(state.ends, batch.ends),
-            stops=put(state.stops, batch.stops),
-            sampling=jax.tree.map(put, state.sampling, own),
+            active=put(state.active, batch.last & ~sampled.ended),
+            sampling=settings,
+            seen=count_tokens(seen, settings, chosen, sampled.token, chosen >= 0),
         )
-        return new, _only(batch.last, sampled)
+        read = jax.lax.cond(
+            batch.wanted,
+            lambda: prompt_logprobs(
+                lambda part: self._logits(model, part, bank, batch.slots), hidden, batch.targets
+            ),
+            lambda: Logprobs.zeros(batch.tokens.shape, logits.shape[-1]),
+        )
+        return new, _only(batch.last, dataclasses.replace(sampled, prompt=read))
 
     def _decode_steps(
         self,
@@ -379,24 +394,25 @@ class Engine:
         at = jnp.where(active, state.lengths, state.cache[0].k.shape[1])
         hidden, cache = model(state.tokens[:, None], at[:, None], state.cache, self._dtype)
         lengths = state.lengths + active
-        heat = jnp.where(active, state.sampling.temperature, 0.0)
-        settings = dataclasses.replace(state.sampling, temperature=heat)
-        sampled = Sampled(sample(self._logits(model, hidden, bank, slots), settings, lengths))
+        logits = self._logits(model, hidden, bank, slots)[:, 0]
+        sampled = sample(logits, state.sampling.only(active), state.seen, lengths)
+        chosen = jnp.where(active, jnp.arange(active.size), -1)
         new = dataclasses.replace(
             state,
             cache=cache,
             lengths=lengths,
             tokens=jnp.where(active, sampled.token, state.tokens),
-            active=active & ~_stopped(sampled.token, lengths, state.stops, state.ends),
+            active=active & ~sampled.ended,
+            seen=count_tokens(state.seen, state.sampling, chosen, sampled.token, active),
         )
         return new, _only(active, sampled)
 
     def _logits(
         self, model: Transformer, hidden: jax.Array, bank: DeltaBank, slots: jax.Array
     ) -> jax.Array:
-        """Logits float32[B, V] of hidden states [B, 1, D], on a mesh brought together once, on
+        """Logits float32[B, T, V] of hidden states [B, T, D], on a mesh brought together once, on
         every device; tokens that a row's variant does not have are at -inf."""
-        logits = model.logits(hidden)[:, 0]
+        logits = model.logits(hidden)
         where = self._replicated()
         if where is not None:
             logits = jax.lax.with_sharding_constraint(logits, where)
@@ -405,14 +421,14 @@ class Engine:
         valid = (slots >= 0) & (slots < self.schema.slots)
         own = bank.vocab[jnp.where(valid, slots, 0)]
         size = jnp.where(valid, own, self.schema.held.base.vocab_size)
-        return jnp.where(jnp.arange(logits.shape[1]) < size[:, None], logits, -jnp.inf)
+        return jnp.where(jnp.arange(logits.shape[2]) < size[:, None, None], logits, -jnp.inf)
 
     # Where things lie.
 
     def _empty_state(self) -> DecodeState:
         sizes = self.sizes
         cache = make_cache(self.config, sizes.rows, sizes.max_length, self._dtype)
-        return DecodeState.empty(cache, sizes.rows, sizes.max_length)
+        return DecodeState.empty(cache, sizes.rows, self.config.vocab_size)
 
     def _replicated(self) -> Any:
         return (
@@ -449,11 +465,6 @@ def fuse_empty(config: ModelConfig) -> dict[str, WeightDelta]:
     names: list[str] = []
     map_specs(lambda spec: names.extend(spec.sources), config)
     return {name: WeightDelta() for name in names}
-
-
-def _stopped(token: jax.Array, lengths: jax.Array, stops: jax.Array, ends: jax.Array) -> jax.Array:
-    """bool[B]: whether a row's newest token, the one after `lengths` others, is its last."""
-    return jnp.any(token[:, None] == stops, axis=1) | (lengths + 1 >= ends)
 
 
 def _only(ran: jax.Array, sampled: Sampled) -> Sampled:

@@ -1,6 +1,6 @@
 """What the engine is made for, what it keeps between two calls, and what a call brings.
 
-Letters: B rows, S positions of a row, C chunks of T tokens, E stop tokens of a row.
+Letters: B rows, S positions of a row, C chunks of T tokens, V vocabulary.
 """
 
 import dataclasses
@@ -13,15 +13,13 @@ import numpy as np
 
 from zen_jax.chunking import Shape, chunk_shapes
 from zen_jax.kv_cache import LayerCache
-from zen_jax.sampling import RowSampling, SamplingParams
+from zen_jax.sampler import RowSampling, init_seen
+from zen_jax.sampling import SamplingParams
 
 # An array on host or device, or where one lies.
 Array = Any
 
 BASE_SLOT = -1
-
-# E: stop tokens that the device knows of a row. Of more it does not; the host sees them all.
-MAX_STOPS = 16
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -75,10 +73,8 @@ class DecodeState:
       tokens: int32[B], the newest token of a row, not yet in the cache.
       slots: int32[B], each row's variant; -1 is the base.
       active: bool[B], whether the row decodes: its prompt is read and it has not stopped.
-      prompts: int32[B], tokens of the caller's prompt.
-      ends: int32[B], tokens of prompt and answer together at which the row stops.
-      stops: int32[B, E], tokens after which it stops; -1 is none.
-      sampling: each row's settings.
+      sampling: each row's settings, its ends among them.
+      seen: int32[B, V], which tokens stand in the row, for penalties; see `zen_jax.sampler`.
     """
 
     cache: list[LayerCache]
@@ -86,13 +82,11 @@ class DecodeState:
     tokens: Array
     slots: Array
     active: Array
-    prompts: Array
-    ends: Array
-    stops: Array
     sampling: RowSampling
+    seen: Array
 
     @classmethod
-    def empty(cls, cache: list[LayerCache], rows: int, max_length: int) -> "DecodeState":
+    def empty(cls, cache: list[LayerCache], rows: int, vocab_size: int) -> "DecodeState":
         """A state without requests."""
 
         def full(value: int) -> jax.Array:
@@ -104,23 +98,9 @@ class DecodeState:
             tokens=full(0),
             slots=full(BASE_SLOT),
             active=jnp.zeros((rows,), bool),
-            prompts=full(0),
-            ends=full(max_length),
-            stops=jnp.full((rows, MAX_STOPS), -1, jnp.int32),
             sampling=RowSampling.empty(rows),
+            seen=init_seen(rows, vocab_size),
         )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-    """What came of choosing a token for each of B rows.
-
-    Attributes:
-      token: int32[B].
-    """
-
-    token: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +116,12 @@ class Chunk:
       sampling: validated settings.
       seed: 0 to 2**64 - 1.
       sample_index: which of several samples of the request this is.
-      stops: tokens after which the row stops; the device heeds the first 16.
+      stops: tokens after which the row stops, at most 128.
       end: tokens of prompt and answer together at which it stops; None is the engine's most.
       prompt: tokens of the caller's prompt, when some of the answer is read with it; None when all
         that is read is the prompt.
+      targets: the token that comes after each of this part's, to give their log-probabilities; of
+        the last of a prompt it is not known, and there is none. Empty: they are not wanted.
     """
 
     row: int
@@ -153,11 +135,27 @@ class Chunk:
     stops: Sequence[int] = ()
     end: int | None = None
     prompt: int | None = None
+    targets: Sequence[int] = ()
 
     @property
     def total(self) -> int:
         """Tokens in the row once this is read."""
         return self.start + len(self.token_ids)
+
+    def cut(self, size: int) -> list["Chunk"]:
+        """The same in parts of at most `size` tokens, in their order."""
+        count = len(self.token_ids)
+        return [
+            dataclasses.replace(
+                self,
+                token_ids=self.token_ids[at : at + size],
+                start=self.start + at,
+                last=self.last and at + size >= count,
+                prompt=self.total if self.prompt is None else self.prompt,
+                targets=self.targets[at : at + size],
+            )
+            for at in range(0, count, size)
+        ]
 
 
 @jax.tree_util.register_dataclass
@@ -173,10 +171,9 @@ class ChunkBatch:
       lengths: int32[C], true tokens.
       last: bool[C].
       prompts: int32[C].
-      ends: int32[C].
-      stops: int32[C, E].
-      samples: int32[C].
       sampling: settings, C rows.
+      targets: int32[C, T], the token after each.
+      wanted: bool, whether some chunk's log-probabilities are.
     """
 
     tokens: Array
@@ -186,27 +183,24 @@ class ChunkBatch:
     lengths: Array
     last: Array
     prompts: Array
-    ends: Array
-    stops: Array
-    samples: Array
     sampling: RowSampling
+    targets: Array
+    wanted: Array
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], shape: Shape, sizes: EngineConfig) -> "ChunkBatch":
         """Puts chunks side by side, padded to a shape that takes them, as NumPy arrays."""
         nobody = Chunk(sizes.rows, BASE_SLOT, ())
         padded = [*chunks, *[nobody] * (shape[0] - len(chunks))]
-        tokens = np.zeros(shape, np.int32)
-        stops = np.full((shape[0], MAX_STOPS), -1, np.int32)
+        tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         for i, chunk in enumerate(chunks):
             tokens[i, : len(chunk.token_ids)] = chunk.token_ids
-            known = list(chunk.stops)[:MAX_STOPS]
-            stops[i, : len(known)] = known
+            targets[i, : len(chunk.targets)] = chunk.targets
 
         def each(values: list[int]) -> np.ndarray:
             return np.array(values, np.int32)
 
-        settings = [RowSampling.of(chunk.sampling, chunk.seed) for chunk in padded]
+        settings = [_settings(chunk, sizes) for chunk in padded]
         return cls(
             tokens=tokens,
             rows=each([c.row for c in padded]),
@@ -214,19 +208,23 @@ class ChunkBatch:
             starts=each([c.start for c in padded]),
             lengths=each([len(c.token_ids) for c in padded]),
             last=np.array([c.last and bool(c.token_ids) for c in padded]),
-            prompts=each([c.total if c.prompt is None else c.prompt for c in padded]),
-            ends=each([sizes.max_length if c.end is None else c.end for c in padded]),
-            stops=stops,
-            samples=each([c.sample_index for c in padded]),
+            prompts=each([_prompt(c) for c in padded]),
             sampling=jax.tree.map(lambda *leaves: np.concatenate(leaves), *settings),
+            targets=targets,
+            wanted=np.array(any(chunk.targets for chunk in chunks)),
         )
 
 
-def own_settings(batch: ChunkBatch) -> RowSampling:
-    """The chunks' settings, each with its sample's index folded into its key."""
+def _prompt(chunk: Chunk) -> int:
+    return chunk.total if chunk.prompt is None else chunk.prompt
 
-    def one(settings: RowSampling, index: jax.Array) -> RowSampling:
-        alone = jax.tree.map(lambda leaf: leaf[None], settings).for_sample(index)
-        return jax.tree.map(lambda leaf: leaf[0], alone)
 
-    return jax.vmap(one)(batch.sampling, batch.samples)
+def _settings(chunk: Chunk, sizes: EngineConfig) -> RowSampling:
+    return RowSampling.of(
+        chunk.sampling,
+        chunk.seed,
+        prompt=_prompt(chunk),
+        stops=frozenset(chunk.stops),
+        sample=chunk.sample_index,
+        end=sizes.max_length if chunk.end is None else chunk.end,
+    )

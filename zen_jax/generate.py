@@ -5,7 +5,6 @@ All members share the base's arrays; another member is another tree of deltas fo
 functions.
 """
 
-import dataclasses
 import functools
 import secrets
 from collections.abc import Iterator, Sequence
@@ -16,37 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zen_jax.answer_text import AnswerText
+from zen_jax.answers import Answer, Generation, answer_all
 from zen_jax.checkpoint.load import bank_schema, read_base
 from zen_jax.checkpoint.manifest import BASE, Variant
 from zen_jax.checkpoint.store import Store
 from zen_jax.config import ModelConfig
 from zen_jax.delta.apply import bind, materialise
-from zen_jax.delta.bank import DeltaBank
 from zen_jax.engine import BASE_SLOT, Engine, EngineConfig, fuse_empty
 from zen_jax.layout import Params
 from zen_jax.model import make_forward
 from zen_jax.sampling import SamplingParams
 from zen_jax.tokenizer import Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """One prompt's answer.
-
-    Attributes:
-      text: without special tokens.
-      token_ids: as they were chosen, the end token included.
-      reason: "stop" after an end token, "length" at max_tokens or the end of the context.
-      seed: what the answer was drawn with.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    reason: str
-    seed: int
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class Member:
@@ -149,13 +129,23 @@ class Member:
           chat: each prompt is a user's message, put into the member's chat template.
 
         Returns:
-          One `Generation`, or a list in the order of the prompts.
+          One `Generation`, or a list in the order of the prompts; of several samples the first.
 
         Raises:
           ValueError: a prompt is empty or too long, or a setting is out of range.
         """
-        if isinstance(prompts, str):
-            return self._family.run(self, [self._tokens(prompts, chat)], sampling)[0]
+        several = [prompts] if isinstance(prompts, str) else prompts
+        answers = [samples[0] for samples in self.samples(several, sampling, chat=chat)]
+        return answers[0] if isinstance(prompts, str) else answers
+
+    def samples(
+        self,
+        prompts: Sequence[str],
+        sampling: SamplingParams | None = None,
+        *,
+        chat: bool = False,
+    ) -> list[list[Generation]]:
+        """All `n` samples of each prompt's answer; the rest as for `generate`."""
         return self._family.run(self, [self._tokens(text, chat) for text in prompts], sampling)
 
     def _tokens(self, text: str, chat: bool) -> list[int]:
@@ -221,8 +211,8 @@ class Family:
 
     def run(
         self, member: Member, prompts: Sequence[list[int]], sampling: SamplingParams | None = None
-    ) -> list[Generation]:
-        """`Member.generate` for several prompts of tokens, as many at once as there are rows.
+    ) -> list[list[Generation]]:
+        """`Member.samples` for prompts of tokens, as many answers at once as there are rows.
 
         Raises:
           ValueError: as `Member.generate`.
@@ -240,14 +230,20 @@ class Family:
         if member.variant is not None:
             staged = engine.stage(self.store.read_variant(member.variant))
             bank = engine.write_slot(bank, slot, staged)
-        ends = set(sampling.stop_token_ids)
-        ends |= set() if sampling.ignore_eos else set(tokenizer.eos_ids)
-        queue = [
-            _Answer(prompt, _seed(sampling), ends, self._limit(prompt, sampling))
-            for prompt in prompts
+        own = frozenset() if sampling.ignore_eos else tokenizer.eos_ids
+        ends = own | set(sampling.stop_token_ids)
+
+        def begin(prompt: list[int], seed: int, sample: int) -> Answer:
+            text = AnswerText(tokenizer, sampling.stop, sampling.min_tokens)
+            limit = self._limit(prompt, sampling)
+            return Answer(prompt, sampling, seed, sample, ends, limit, text)
+
+        answers = [
+            [begin(prompt, seed, sample) for sample in range(sampling.n)]
+            for prompt, seed in ((prompt, _seed(sampling)) for prompt in prompts)
         ]
-        _decode_all(engine, bank, slot, sampling, queue)
-        return [answer.generation(tokenizer) for answer in queue]
+        answer_all(engine, bank, slot, [answer for samples in answers for answer in samples])
+        return [[answer.generation() for answer in samples] for samples in answers]
 
     def _limit(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
         return min(sampling.max_tokens, self._sizes.max_length - len(prompt))
@@ -255,69 +251,6 @@ class Family:
 
 def _seed(sampling: SamplingParams) -> int:
     return secrets.randbits(64) if sampling.seed is None else sampling.seed
-
-
-@dataclasses.dataclass
-class _Answer:
-    """One prompt on its way."""
-
-    prompt: list[int]
-    seed: int
-    ends: set[int]
-    limit: int
-    tokens: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        return len(self.tokens) >= self.limit or (
-            bool(self.tokens) and self.tokens[-1] in self.ends
-        )
-
-    def generation(self, tokenizer: Tokenizer) -> Generation:
-        stopped = bool(self.tokens) and self.tokens[-1] in self.ends
-        shown = self.tokens[:-1] if stopped else self.tokens
-        reason = "stop" if stopped else "length"
-        return Generation(tokenizer.decode(shown), tuple(self.tokens), reason, self.seed)
-
-
-def _decode_all(
-    engine: Engine, bank: DeltaBank, slot: int, sampling: SamplingParams, answers: Sequence[_Answer]
-) -> None:
-    """Decodes all answers, a row each, giving a row to the next as soon as it is free."""
-    state = engine.init_state()
-    waiting = list(reversed(answers))
-    rows: dict[int, _Answer] = {}
-    free = list(range(engine.sizes.rows))
-    while waiting or rows:
-        while waiting and free:
-            answer, row = waiting.pop(), free.pop()
-            state, first = engine.enter(
-                bank,
-                state,
-                row,
-                slot,
-                answer.prompt,
-                sampling,
-                answer.seed,
-                stops=sorted(answer.ends),
-                end=len(answer.prompt) + answer.limit,
-            )
-            answer.tokens.append(first)
-            rows[row] = answer
-            if answer.done:
-                free.append(row)
-                del rows[row]
-        if not rows:
-            continue
-        left = max(answer.limit - len(answer.tokens) for answer in rows.values())
-        steps = min(left, engine.sizes.max_steps)
-        state, sampled = engine.decode(bank, state, steps, list(rows))
-        for tokens in np.asarray(sampled.token)[:steps]:
-            for row, answer in list(rows.items()):
-                answer.tokens.append(int(tokens[row]))
-                if answer.done:
-                    del rows[row]
-                    free.append(row)
 
 
 def load(store: str | Path, *, rows: int = 8, max_length: int | None = None) -> Family:

@@ -225,7 +225,7 @@ def init_seen(rows: int, vocab_size: int) -> jax.Array:
     return jnp.zeros((rows, vocab_size), jnp.int32)
 
 
-def start(seen: jax.Array, rows: jax.Array) -> jax.Array:
+def clear_counts(seen: jax.Array, rows: jax.Array) -> jax.Array:
     """Counts of 0 for rows that begin a request.
 
     Args:
@@ -235,7 +235,7 @@ def start(seen: jax.Array, rows: jax.Array) -> jax.Array:
     return seen.at[jnp.where(rows < 0, seen.shape[0], rows)].set(0, mode="drop")
 
 
-def count(
+def count_tokens(
     seen: jax.Array, rows: RowSampling, at: jax.Array, tokens: jax.Array, made: jax.Array
 ) -> jax.Array:
     """Counts tokens for the penalties of their rows; rows without penalties are left alone.
@@ -388,8 +388,10 @@ def _likeliest(x: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     x = jnp.where(x == 0, 0.0, x)  # -0 is not below 0
     k = jnp.where((top_k > 0) & (top_k < size), top_k, size)
     weight = jnp.exp(x - jnp.max(x, axis=1, keepdims=True)).sum(axis=1)
-    # Were XLA to see that only parts of it are used, it would sort everything.
-    values, ids = jax.lax.optimization_barrier(jax.lax.top_k(x, min(_CANDIDATES, size)))
+    # Were XLA to see that only parts of them are used, it would sort everything. One barrier over
+    # both would make it fail on a mesh.
+    found = jax.lax.top_k(x, min(_CANDIDATES, size))
+    values, ids = (jax.lax.optimization_barrier(part) for part in found)
     least, last, settled = _cut(values, ids, k, top_p, weight, size)
     free = (k == size) & (top_p >= 1)
     settled, least = settled | free, jnp.where(free, -jnp.inf, least)

@@ -1,21 +1,7 @@
-"""How the next token is chosen: what a request asks for, and the choice itself, on the device.
-
-Order as in vLLM: temperature, then top_k, then top_p, then one draw (by Gumbel noise). A row's
-noise depends on its seed and position alone, so a request gives the same tokens in any batch.
-"""
+"""What a request asks of the choice of its tokens, checked. The choice is `zen_jax.sampler`'s."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-# An array on host or device, or where one lies.
-Array = Any
-
-_OFF = -jnp.inf
 
 # The most of each that a request may ask for.
 MAX_BIASES = 1024
@@ -32,6 +18,23 @@ class InvalidSampling(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field} {message}")
         self.field = field
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable the model held a token: natural logarithms, by the raw logits.
+
+    Attributes:
+      token_id: the token.
+      logprob: its own; None for the first token of a prompt, which nothing predicts.
+      top_ids: the likeliest tokens, as many as were asked for, the likeliest first.
+      top_logprobs: theirs.
+    """
+
+    token_id: int
+    logprob: float | None
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,102 +168,3 @@ def _of_biases(biases: Mapping[int, float], most: int) -> Iterator[InvalidSampli
         if not -100.0 <= bias <= 100.0:
             yield InvalidSampling(f"logit_bias[{token}]", f"is {bias}; expected -100 to 100")
             return
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowSampling:
-    """Sampling settings of B rows on the device.
-
-    Attributes:
-      temperature: float32[B], 0 is greedy.
-      top_k: int32[B], 0 keeps all.
-      top_p: float32[B], 1 keeps all.
-      key: uint32[B, 2], key data made of the seed (threefry).
-    """
-
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    key: Array
-
-    @classmethod
-    def empty(cls, rows: int) -> "RowSampling":
-        """Greedy settings for B rows."""
-        return cls(
-            jnp.zeros((rows,), jnp.float32),
-            jnp.zeros((rows,), jnp.int32),
-            jnp.ones((rows,), jnp.float32),
-            jnp.zeros((rows, 2), jnp.uint32),
-        )
-
-    @classmethod
-    def of(cls, params: SamplingParams, seed: int) -> "RowSampling":
-        """One row's settings as NumPy arrays.
-
-        Args:
-          params: validated.
-          seed: 0 to 2**64 - 1.
-        """
-        return cls(
-            np.array([params.temperature], np.float32),
-            np.array([max(params.top_k, 0)], np.int32),
-            np.array([params.top_p], np.float32),
-            np.array([[seed >> 32, seed & 0xFFFFFFFF]], np.uint32),
-        )
-
-    def for_sample(self, index: jax.Array) -> "RowSampling":
-        """The settings of one of several samples of a request: its index folded into the key.
-
-        Args:
-          index: int32 scalar.
-        """
-
-        def fold(data: jax.Array) -> jax.Array:
-            key = jax.random.wrap_key_data(data, impl="threefry2x32")
-            return jax.random.key_data(jax.random.fold_in(key, index))
-
-        return dataclasses.replace(self, key=jax.vmap(fold)(self.key))
-
-
-def _keep_likely(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """One row's logits float32[V] with all but the tokens of top_k and top_p at -inf."""
-    size = logits.shape[0]
-    order = jnp.argsort(-logits, stable=True)
-    ranked = logits[order]
-    rank = jnp.arange(size)
-    keep = (top_k <= 0) | (rank < top_k)
-    probability = jax.nn.softmax(jnp.where(keep, ranked, _OFF))
-    before = jnp.cumsum(probability) - probability
-    keep &= (before < top_p) | (rank == 0) | (top_p >= 1.0)
-    return jnp.full_like(logits, _OFF).at[order].set(jnp.where(keep, ranked, _OFF))
-
-
-def sample(logits: jax.Array, rows: RowSampling, positions: jax.Array) -> jax.Array:
-    """Chooses each row's next token.
-
-    Args:
-      logits: float32[B, V].
-      rows: settings of the B rows.
-      positions: int32[B], the position that the token will take in its sequence.
-
-    Returns:
-      int32[B]. A row of temperature 0 takes the likeliest token, the first of equals.
-    """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def draw() -> jax.Array:
-        warm = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-        likely = jax.lax.cond(
-            jnp.any((rows.top_k > 0) | (rows.top_p < 1.0)),
-            lambda: jax.vmap(_keep_likely)(warm, rows.top_k, rows.top_p),
-            lambda: warm,
-        )
-        return jnp.argmax(likely + jax.vmap(noise)(rows.key, positions), axis=-1).astype(jnp.int32)
-
-    def noise(data: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(data, impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(key, position), logits.shape[1:])
-
-    drawn = jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy)
-    return jnp.where(rows.temperature > 0, drawn, greedy)

@@ -28,14 +28,16 @@ def run(
         family = zen_jax.load(store)
         member = family[model]
         report("compiling and answering", 1, 2)
-        answers = member.generate(prompts, sampling, chat=chat)
+        answers = member.samples(prompts, sampling, chat=chat)
     if as_json:
         console.print_json(
             [
-                {"model": model, "prompt": prompt, **dataclasses.asdict(answer)}
-                for prompt, answer in zip(prompts, answers, strict=True)
+                {"model": model, "prompt": prompt, "sample": i, **dataclasses.asdict(answer)}
+                for prompt, samples in zip(prompts, answers, strict=True)
+                for i, answer in enumerate(samples)
             ]
         )
         return
-    for answer in answers:
-        console.show(answer.text)
+    for samples in answers:
+        for answer in samples:
+            console.show(answer.text)

@@ -52,6 +52,17 @@ def next_token(last: int, number: int, seed: int, position: int) -> int:
     return (5 * last + 7 * number + seed + 3 * position + 1) % VOCABULARY
 
 
+def logprob_of(token: int, position: int) -> float:
+    """What the model gives for the log-probability of a token at a position of its sequence."""
+    return -(token + position / 128)
+
+
+def as_logprobs(own: Any) -> Any:
+    """As `zen_jax.sampler.Logprobs`: the likeliest tokens are 0 to 19, i of them -i."""
+    top = np.broadcast_to(np.arange(20), (*np.shape(own), 20))
+    return SimpleNamespace(own=np.asarray(own, np.float32), top_ids=top, top=-top.astype(float))
+
+
 def answer_of(request: Request, count: int) -> list[int]:
     """The first `count` tokens of the request's answer, as if it were alone in the world."""
     tokens: list[int] = []
@@ -157,8 +168,11 @@ class FakeEngine:
         sizes = [len(chunk.token_ids) for chunk in chunks]
         places, _ = shape_for(sizes, self.shapes)
         self.read.append(sum(sizes))
-        tokens = np.full(places, -1, np.int32)
+        tokens, own = np.full(places, -1, np.int32), np.zeros(places)
+        judged = np.zeros((places, max(sizes)))
         for i, chunk in enumerate(chunks):
+            for j, target in enumerate(chunk.targets):
+                judged[i, j] = logprob_of(target, chunk.start + j + 1)
             before = state.rows[chunk.row]
             held = [] if before is None or not chunk.start else before.tokens
             if len(held) != chunk.start or (before is not None and chunk.start and before.active):
@@ -170,15 +184,19 @@ class FakeEngine:
                 chunk.seed,
                 chunk.prompt,
                 chunk.end,
-                tuple(chunk.stops)[:16],
+                tuple(chunk.stops),
                 chunk.last,
             )
             state.rows[chunk.row] = row
             self.resumed += chunk.last and len(row.tokens) > chunk.prompt
             if chunk.last:
                 tokens[i] = self._sample(bank, row)
+                own[i] = logprob_of(tokens[i], len(row.tokens) - 1)
         self.state = state
-        return state, SimpleNamespace(token=tokens)
+        sampled = SimpleNamespace(
+            token=tokens, logprobs=as_logprobs(own), prompt=as_logprobs(judged)
+        )
+        return state, sampled
 
     def decode(
         self, bank: FakeBank, state: FakeState, steps: int, rows: Sequence[int]
@@ -188,6 +206,7 @@ class FakeEngine:
         state = self._take(state)
         assert 1 <= steps <= self.max_steps
         tokens = np.full((self.max_steps, self.rows), -1, np.int32)
+        own = np.zeros(tokens.shape)
         for i, row in enumerate(state.rows):
             if row is not None:
                 row.active = row.active and i in rows
@@ -195,8 +214,9 @@ class FakeEngine:
             for i, row in enumerate(state.rows):
                 if row is not None and row.active:
                     tokens[step, i] = self._sample(bank, row)
+                    own[step, i] = logprob_of(tokens[step, i], len(row.tokens) - 1)
         self.state = state
-        return state, SimpleNamespace(token=tokens)
+        return state, SimpleNamespace(token=tokens, logprobs=as_logprobs(own))
 
     def _sample(self, bank: FakeBank, row: FakeRow) -> int:
         """One more token in a row, which may end it."""
@@ -294,6 +314,7 @@ def fake() -> Any:
         Caller=Caller,
         Engine=FakeEngine,
         answer_of=answer_of,
+        logprob_of=logprob_of,
         next_token=next_token,
         number_of=number_of,
         read_number=read_number,

@@ -278,6 +278,16 @@ def test_the_client_asks_and_lists(zen, tiny_store):
         status, out, err = zen("client", "tiny-a", "Hi", *at, *few)
         assert (status, out) == (0, answer["text"] + "\n")
         assert re.search(r"tiny-a version 1: 3 tokens, length, seed 5, first token .* ms", err)
+        likeliest = ("--logprobs", 2, "--prompt-logprobs", 0, "--n", 2, "--ignore-eos")
+        first, second = json.loads(zen("client", "base", "Hi", *at, *few, *likeliest, "--json")[1])
+        assert [len(entry["top_ids"]) for entry in first["logprobs"]] == [2, 2, 2]
+        assert len(first["prompt_logprobs"]) == 3 and "prompt_logprobs" not in second
+        text = zen("client", "base", "Hi", *at, *few, "--n", 2, "--ignore-eos")[1]
+        assert text == f"{first['text']}\n{second['text']}\n"
+        forced = ("--logit-bias", "65=100", "--stop", "no", "--stop", "AAA", "--max-tokens", 9)
+        answer = json.loads(zen("client", "base", "Hi", *at, *forced, "--json")[1])
+        assert (answer["text"], answer["token_ids"]) == ("", [65, 65, 65])
+        assert answer["completion"]["matched_stop"] == "AAA"
         asked = json.loads(zen("client", "base", "Hi", *at, "--chat", "--json", *few)[1])
         assert asked["completion"]["usage"]["prompt_tokens"] == 4  # <|bos|>, H, i, end of line
 
@@ -338,7 +348,21 @@ def test_prompts_are_answered_without_a_server(zen, tiny_store):
     assert all(1 <= len(a["token_ids"]) <= 5 and a["seed"] == 3 for a in answers)
     status, out, _ = zen("generate", tiny_store, "tiny-a", "b", *options)
     assert (status, out) == (0, answers[1]["text"] + "\n")
-    for bad in (("tiny-none", "b"), ("tiny-a", "b" * 5000), ("tiny-a", "b", "--top-p", 0)):
+    more = ("--n", 2, "--logprobs", 1, "--stop-token-id", 65, "--logit-bias", "65=99")
+    answers = json.loads(zen("generate", tiny_store, "tiny-a", "b", *more, "--json")[1])
+    assert [(a["sample"], a["token_ids"], a["matched"]) for a in answers] == [
+        (0, [65], 65),
+        (1, [65], 65),
+    ]
+    assert all(len(a["logprobs"][0]["top_ids"]) == 1 for a in answers)
+    for bad in (
+        ("tiny-none", "b"),
+        ("tiny-a", "b" * 5000),
+        ("tiny-a", "b", "--top-p", 0),
+        ("tiny-a", "b", "--logprobs", 1),
+        ("tiny-a", "b", "--logit-bias", "65"),
+        ("tiny-a", "b", "--stop", ""),
+    ):
         status, out, err = zen("generate", tiny_store, *bad)
         assert (status, out, err.count("\n")) == (2, "", 1)
 

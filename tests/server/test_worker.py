@@ -121,6 +121,76 @@ def test_stop_tokens_of_the_request_and_of_the_variants_own_tokenizer(
     assert world.answer(goes_on).tokens == fake.answer_of(goes_on, 3)
 
 
+def test_a_stop_string_ends_the_answer_in_front_of_it_and_frees_the_row(
+    worlds: MakeWorld, make_request: MakeRequest, fake: Any
+):
+    world = worlds(max_steps=4)
+    plain = make_request(max_tokens=40, prompt=(12,), seed=1)
+    whole = bytes(fake.answer_of(plain, 40))
+    text = whole.decode("utf-8", "replace")
+    stop = text[7:9]
+    at = text.index(stop)
+    caller = world.answer(make_request(max_tokens=40, prompt=(12,), seed=1, stop=("never", stop)))
+    finish = caller.events[-1].finish
+    assert caller.text == text[:at]
+    assert (finish.reason, finish.matched_text, finish.matched_stop) == ("stop", stop, None)
+    assert finish.completion_tokens == len(caller.tokens) < 40
+    assert caller.tokens == list(whole[: len(caller.tokens)])
+    assert stop in bytes(caller.tokens).decode("utf-8", "replace")
+    world.until(lambda: not any(world.left()))
+    assert world.engine.count("decode") < 8, "the row went on"
+
+
+def test_a_stop_string_in_the_last_tokens_counts_before_their_end(
+    worlds: MakeWorld, make_request: MakeRequest, fake: Any
+):
+    world = worlds(max_steps=4)
+    plain = make_request(max_tokens=5, prompt=(12,), seed=1)
+    text = bytes(fake.answer_of(plain, 5)).decode("utf-8", "replace")
+    caller = world.answer(make_request(max_tokens=5, prompt=(12,), seed=1, stop=(text[-1],)))
+    finish = caller.events[-1].finish
+    assert (caller.text, finish.reason) == (text[: text.index(text[-1])], "stop")
+    assert finish.matched_text == text[-1] and finish.completion_tokens == len(caller.tokens)
+
+
+@pytest.mark.parametrize("max_steps", [1, 4])
+def test_every_token_has_its_logprobs_where_they_are_asked_for(
+    worlds: MakeWorld, make_request: MakeRequest, fake: Any, max_steps: int
+):
+    world = worlds(max_steps=max_steps)
+    prompt = (40, 41, 42)
+    asks = make_request(prompt=prompt, max_tokens=9, logprobs=2)
+    callers = [world.submit(r) for r in (asks, make_request(), make_request(logprobs=0))]
+    world.until(lambda: all(caller.ended for caller in callers))
+    entries = [entry for event in callers[0].events for entry in event.logprobs]
+    assert [entry.token_id for entry in entries] == callers[0].tokens == fake.answer_of(asks, 9)
+    for i, entry in enumerate(entries):
+        want = fake.logprob_of(entry.token_id, len(prompt) + i)
+        assert entry.logprob == pytest.approx(want, abs=1e-4)
+        assert (entry.top_ids, entry.top_logprobs) == ((0, 1), (0.0, -1.0))
+    assert all(not event.logprobs for event in callers[1].events)
+    bare = [entry for event in callers[2].events for entry in event.logprobs]
+    assert len(bare) == 4 and all(entry.top_ids == () for entry in bare)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 30])
+def test_a_prompts_logprobs_come_with_the_first_token_however_it_was_cut(
+    worlds: MakeWorld, make_request: MakeRequest, fake: Any, size: int
+):
+    world = worlds(shapes=((1, 4),))
+    prompt = tuple(range(10, 10 + size))
+    caller = world.answer(make_request(prompt=prompt, prompt_logprobs=1))
+    first, *rest = caller.events
+    assert [entry.token_id for entry in first.prompt_logprobs] == list(prompt)
+    assert first.prompt_logprobs[0].logprob is None and not first.prompt_logprobs[0].top_ids
+    for position, entry in enumerate(first.prompt_logprobs[1:], 1):
+        want = fake.logprob_of(entry.token_id, position)
+        assert entry.logprob == pytest.approx(want, abs=1e-4)
+        assert (entry.top_ids, entry.top_logprobs) == ((0,), (0.0,))
+    assert all(not event.prompt_logprobs for event in rest)
+    assert not world.answer(make_request(prompt=prompt)).events[0].prompt_logprobs
+
+
 def test_text_never_shows_part_of_a_character(
     worlds: MakeWorld, make_request: MakeRequest, fake: Any
 ):

@@ -58,6 +58,45 @@ def test_seeds_decide_and_are_reported(family: Family) -> None:
     assert member.generate("The ", fixed).token_ids == free[1].token_ids
 
 
+def test_samples_differ_and_each_can_be_had_again(family: Family) -> None:
+    member = family["base"]
+    hot = SamplingParams(max_tokens=9, temperature=1.0, seed=5, n=3)
+    ((first, *others),) = member.samples(["The "], hot)
+    assert len({answer.token_ids for answer in (first, *others)}) == 3
+    assert member.generate("The ", hot) == first
+    assert member.samples(["The "] * 2, hot) == [[first, *others]] * 2
+
+
+def test_a_stop_string_ends_the_text_in_front_of_it(family: Family) -> None:
+    member = family["zen4-upper"]
+    greedy = SamplingParams(max_tokens=20, temperature=0.0, stop=("XYZ", "BL"))
+    answer = member.generate("table\n", greedy)
+    assert (answer.text, answer.reason, answer.matched) == ("TA", "stop", "BL")
+    assert member.tokenizer.decode(answer.token_ids) == "TABL"
+    held = SamplingParams(max_tokens=3, temperature=0.0, stop=("BLx",))
+    assert member.generate("table\n", held).text == "TAB"
+    whole = member.generate("table\n", SamplingParams(max_tokens=20, temperature=0.0))
+    assert whole.matched in member.tokenizer.eos_ids
+
+
+def test_logprobs_are_those_of_the_logits(family: Family) -> None:
+    member = family["zen4-upper"]
+    asks = SamplingParams(max_tokens=4, temperature=0.0, logprobs=2, prompt_logprobs=1)
+    answer = member.generate("table\n", asks)
+    prompt = member.tokenizer.encode("table\n")
+    tokens = [*prompt, *answer.token_ids]
+    exact = np.asarray(member.logits([tokens])[0], np.float64)
+    exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+    entries = [*answer.prompt_logprobs, *answer.logprobs]
+    assert [entry.token_id for entry in entries] == tokens
+    assert entries[0].logprob is None
+    for entry, at in zip(entries[1:], exact, strict=False):
+        assert entry.logprob == pytest.approx(at[entry.token_id], abs=0.05)
+        assert entry.top_ids[0] == at.argmax()
+    assert [len(entry.top_ids) for entry in entries[1:]] == [1] * (len(prompt) - 1) + [2] * 4
+    assert not member.generate("table\n").logprobs
+
+
 def test_answers_end_with_the_context(family: Family) -> None:
     long = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
     answer = family["zen4-upper"].generate("table\n", long)

@@ -16,7 +16,7 @@ from zen_jax.sampling import SamplingParams
 FREE = SamplingParams(max_tokens=1000)
 GREEDY = replace(FREE, temperature=0)
 SAMPLE = jax.jit(sampler.sample)
-COUNT = jax.jit(sampler.count)
+COUNT = jax.jit(sampler.count_tokens)
 LONGEST = 64
 
 
@@ -303,8 +303,8 @@ def test_counts_leave_other_rows_alone_and_start_afresh() -> None:
     assert not seen[1].any(), "nothing is counted without penalties"
     nowhere = jnp.array([-1, 2, 7])
     assert (COUNT(seen, settings, nowhere, jnp.array([1, 2, 3]), nowhere > 0) == seen).all()
-    assert (sampler.start(seen, nowhere) == seen.at[2:].set(0)).all()
-    assert not sampler.start(seen, jnp.array([0])).any()
+    assert (sampler.clear_counts(seen, nowhere) == seen.at[2:].set(0)).all()
+    assert not sampler.clear_counts(seen, jnp.array([0])).any()
 
 
 def test_counting_again_after_a_row_was_taken_away_gives_the_same() -> None:
@@ -312,7 +312,7 @@ def test_counting_again_after_a_row_was_taken_away_gives_the_same() -> None:
     row = Row(replace(FREE, frequency_penalty=1.0), (1, 2, 3, 2), (2, 4, 4, 1, 0))
     _, want = batch([row], 6)
     settings, seen = batch([Row(FREE), Row(FREE), row], 6)
-    seen = sampler.start(seen, jnp.array([2]))
+    seen = sampler.clear_counts(seen, jnp.array([2]))
     tokens = jnp.array([*row.prompt, *row.answer])
     made = jnp.arange(9) >= 4
     for part in (slice(0, 3), slice(3, 6), slice(6, 9)):

@@ -11,7 +11,8 @@ from zen_jax.checkpoint.load import read_base
 from zen_jax.checkpoint.store import Store
 from zen_jax.delta.bank import BankSchema
 from zen_jax.engine import Engine
-from zen_jax.engine_state import BASE_SLOT, EngineConfig, Sampled
+from zen_jax.engine_state import BASE_SLOT, EngineConfig
+from zen_jax.sampler import Sampled
 from zen_jax.sampling import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

@@ -6,8 +6,9 @@ import threading
 import grpc
 import pytest
 
-from server.requests import Failure, InboxFull, TokenEvent, TokenLogprobs
+from server.requests import Failure, InboxFull, TokenEvent
 from zen.v1 import generate_pb2 as pb
+from zen_jax.sampling import TokenLogprobs
 
 
 def of_sample(messages: list[pb.GenerateResponse], index: int) -> list[pb.GenerateResponse]:
