@@ -152,11 +152,20 @@ def test_the_served_format_costs_no_quality() -> None:
     }
     assert len(kept) == sum(len(each["variants"]) for each in studies.values())
     for name, marks in kept.items():
-        whole, wide, narrow = (marks[part] for part in ("whole", "float32", "bfloat16"))
+        parts = ("whole", "float32", "products", "bfloat16")
+        whole, wide, rounded, narrow = (marks[part] for part in parts)
         assert wide["kl"] == pytest.approx(whole["kl"], rel=0.003), name
         assert wide["nll"] == pytest.approx(whole["nll"], abs=2e-4), name
         assert wide["exact"] == whole["exact"], name
+        assert rounded["nll"] == pytest.approx(whole["nll"], abs=8e-4), name
+        assert rounded["kl"] == pytest.approx(whole["kl"], rel=0.04, abs=2e-4), name
+        assert rounded["exact"] == whole["exact"], name
         assert narrow["nll"] == pytest.approx(whole["nll"], abs=4e-3), name
+    for name in ("german", "german-tenth"):  # as much as in the same arithmetic without a delta
+        marks = kept[name]
+        for part, own in served.OWN.items():
+            added = marks[part]["kl"] - marks["whole"]["kl"]
+            assert added == pytest.approx(marks[own]["kl"], rel=0.1), (name, part)
 
 
 def test_each_variant(studies: dict[str, Any]) -> None:
