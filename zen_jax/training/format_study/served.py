@@ -26,7 +26,7 @@ from zen_jax.delta.apply import bind
 from zen_jax.delta.bank import BankSchema
 from zen_jax.kv_cache import LayerCache, make_cache
 from zen_jax.layout import Params, fuse
-from zen_jax.model import Transformer, make_merge
+from zen_jax.model import Linear, Transformer, make_merge
 from zen_jax.training import scoring
 from zen_jax.training.format_study.formats import DEFAULT, FORMATS, store
 from zen_jax.training.format_study.measure import Examiner, Sheet, tensors_digest
@@ -94,21 +94,25 @@ def tables_needed(x: jax.Array) -> jax.Array:
     return jnp.where(most < 1e-30, 1, count)
 
 
+class _Watched:
+    """A weight of a layer in its place, which tells of what it is multiplied with."""
+
+    def __init__(self, weight: Linear, kind: str, see: Callable[[str, jax.Array], None]) -> None:
+        self.how = weight.how
+        self._weight, self._kind, self._see = weight, kind, see
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self._see(self._kind, x)
+        return self._weight(x)
+
+
 def watch(model: Transformer, see: Callable[[str, jax.Array], None]) -> None:
     """Has a model's layers tell `see` the kind and the inputs [B, T, I] of their weights, while a
     program is traced."""
-
-    def told(kind: str, module: Callable[[jax.Array], jax.Array]) -> Callable:
-        def call(x: jax.Array) -> jax.Array:
-            see(kind, x)
-            return module(x)
-
-        return call
-
     for layer in model.layers:
         for part, names in ((layer.attention, ("qkv", "o")), (layer.mlp, ("gate_up", "down"))):
             for name in names:
-                setattr(part, name, told(name, getattr(part, name)))
+                setattr(part, name, _Watched(getattr(part, name), name, see))
 
 
 @functools.lru_cache(maxsize=4)
