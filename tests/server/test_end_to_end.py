@@ -1,6 +1,9 @@
 """The whole way with the real family: files, store, engine, worker, and gRPC on a real port."""
 
 import asyncio
+import contextlib
+import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any
 
 import grpc
 import grpc_tools
+import jax
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.rpc import error_details_pb2, status_pb2
@@ -145,6 +149,60 @@ async def test_a_full_house_refuses_and_a_cancelled_stream_makes_room(server):
         await until_rows(client, 0)
         assert (await client.generate("zen4-upper", "table\n", temperature=0)).text == "TABLE"
     assert all(status.leases == 0 for status in server.worker.snapshot().variants)
+
+
+@contextlib.contextmanager
+def compiled_programs() -> Iterator[list[str]]:
+    """Everything that XLA compiles meanwhile, whoever asks for it."""
+    seen: list[str] = []
+
+    def listen(event: str, seconds: float, **about: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(str(about))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+async def test_mixed_requests_compile_nothing_and_leave_nothing(server, scale):
+    """Of all models, greedy and seeded, short and long, a quarter of them cancelled."""
+    draw, ended = random.Random(5), Counter[str]()
+    gate = asyncio.Semaphore(INBOX)
+
+    async def ask(client: AsyncZenClient) -> None:
+        options = {
+            "max_tokens": draw.randint(1, 12),
+            "temperature": draw.choice((0.0, 0.9)),
+            "top_k": draw.choice((0, 20)),
+            "seed": draw.randrange(1000),
+            "ignore_eos": draw.random() < 0.5,
+        }
+        prompt = "ab " * draw.choice((1, 5, 20, 75))
+        model, gives_up = draw.choice(MODELS), draw.random() < 0.25
+        async with gate:
+            stream = client.stream(model, prompt, **options)
+            try:
+                async for _ in stream:
+                    if gives_up:
+                        stream.cancel()
+                ended["finished"] += 1
+            except (ZenError, asyncio.CancelledError):
+                assert gives_up
+                ended["cancelled"] += 1
+
+    compiled = server.engine.compiles
+    with compiled_programs() as seen:
+        async with AsyncZenClient(server.address) as client:
+            await asyncio.gather(*(ask(client) for _ in range(120 * scale)))
+            await until_rows(client, 0)
+    assert seen == [] and server.engine.compiles == compiled
+    left = server.worker.snapshot()
+    assert (left.rows_in_use, left.waiting) == (0, 0)
+    assert all(status.leases == status.waiting == 0 for status in left.variants)
+    assert ended["finished"] > 60 * scale and ended["cancelled"] > 5 * scale, ended
 
 
 async def until_waiting(server: ZenServer, count: int) -> None:
