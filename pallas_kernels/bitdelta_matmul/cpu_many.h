@@ -125,6 +125,20 @@ ZEN_AVX512 inline void row_tile(const Problem& p, const int64_t* rows, int64_t c
   }
 }
 
+// The sums of four outputs of some rows, added to y unless they are the first; `outs` of the four
+// exist.
+template <int ROWS>
+ZEN_AVX512 inline void add_sums(const Problem& p, const __m512 (&c)[4][ROWS], const int64_t* rows,
+                                int64_t o, int64_t outs, bool first) {
+  const __mmask8 k = (1u << outs) - 1;
+  for (int b = 0; b < ROWS; b++) {
+    float* y = p.y + rows[b] * p.outputs + o;
+    __m128 sum = across(c[0][b], c[1][b], c[2][b], c[3][b]);
+    if (!first) sum = _mm_add_ps(_mm_maskz_loadu_ps(k, y), sum);
+    _mm_mask_storeu_ps(y, k, sum);
+  }
+}
+
 // Four outputs of ROWS rows over one chunk, added to y unless it is the first; `outs` of the four
 // exist.
 template <int ROWS>
@@ -145,13 +159,7 @@ ZEN_AVX512 void many_tile(const Problem& p, const float* w, const float* x, cons
       for (int a = 0; a < 4; a++) c[a][b] = _mm512_fmadd_ps(v[a], row, c[a][b]);
     }
   }
-  const __mmask8 k = (1u << outs) - 1;
-  for (int b = 0; b < ROWS; b++) {
-    float* y = p.y + rows[b] * p.outputs + o;
-    __m128 sum = across(c[0][b], c[1][b], c[2][b], c[3][b]);
-    if (!first) sum = _mm_add_ps(_mm_maskz_loadu_ps(k, y), sum);
-    _mm_mask_storeu_ps(y, k, sum);
-  }
+  add_sums(p, c, rows, o, outs, first);
 }
 
 inline void many_rows(const Problem& p, const float* w, const float* x, const int64_t* rows,

@@ -133,13 +133,7 @@ ZEN_AVX512_BF16 void prompt_tile(const Problem& p, const uint16_t* w, const uint
       for (int a = 0; a < 4; a++) c[a][b] = _mm512_dpbf16_ps(c[a][b], (__m512bh)v[a], (__m512bh)row);
     }
   }
-  const __mmask8 k = (1u << outs) - 1;
-  for (int b = 0; b < ROWS; b++) {
-    float* y = p.y + rows[b] * p.outputs + o;
-    __m128 sum = across(c[0][b], c[1][b], c[2][b], c[3][b]);
-    if (!first) sum = _mm_add_ps(_mm_maskz_loadu_ps(k, y), sum);
-    _mm_mask_storeu_ps(y, k, sum);
-  }
+  add_sums(p, c, rows, o, outs, first);
 }
 
 inline void prompt_rows(const Problem& p, const uint16_t* w, const uint16_t* x, const int64_t* rows,

@@ -83,10 +83,9 @@ def bitdelta_matmul(
         not to be had.
     """
     name = "bitdelta_matmul"
-    check_rows(name, x, w)
-    made = _check(name, w, bank)
     slot = slot if isinstance(slot, jax.Array) else np.asarray(slot)
-    slot = check_slots(name, slot.reshape(-1), 1, bank.scale.shape[0])[0]
+    made, slots = _checked(name, x, w, bank, slot.reshape(-1), 1)
+    slot = slots[0]
     if _on_card(implementation, made):
         mosaic, words = _kernels(bank, w)
         return mosaic.bitdelta_matmul(x, w, words, slot, interpret=_interpreter())
@@ -117,9 +116,7 @@ def bitdelta_matmul_mixed(
       ValueError: as in `bitdelta_matmul`.
     """
     name = "bitdelta_matmul_mixed"
-    check_rows(name, x, w)
-    made = _check(name, w, bank)
-    slots = check_slots(name, slots, x.shape[0], bank.scale.shape[0])
+    made, slots = _checked(name, x, w, bank, slots, x.shape[0])
     if _on_card(implementation, made):
         mosaic, words = _kernels(bank, w)
         return mosaic.bitdelta_matmul_mixed(x, w, words, slots, interpret=_interpreter())
@@ -151,9 +148,7 @@ def bitdelta_matmul_segments(
       ValueError: as in `bitdelta_matmul`.
     """
     name = "bitdelta_matmul_segments"
-    check_rows(name, x, w)
-    made = _check(name, w, bank)
-    slots = check_slots(name, slots, ends.shape[0], bank.scale.shape[0])
+    made, slots = _checked(name, x, w, bank, slots, ends.shape[0])
     if _on_card(implementation, made):
         mosaic, words = _kernels(bank, w)
         ends = jnp.asarray(ends)
@@ -197,6 +192,14 @@ def bitdelta_embed(
     if _on_cpu(implementation, w, w, ids.shape[1] == 1):
         return cpu.bitdelta_embed(ids.astype(jnp.int32), w, bank, slots)
     return reference.bitdelta_embed(ids, w, bank, slots)
+
+
+def _checked(
+    name: str, x: jax.Array, w: jax.Array, bank: Any, slots: Any, count: int
+) -> tuple[bool, jax.Array]:
+    """Checks a product's arguments; see `_check`, and the slots as int32[count]."""
+    check_rows(name, x, w)
+    return _check(name, w, bank), check_slots(name, slots, count, bank.scale.shape[0])
 
 
 def _check(name: str, w: jax.Array, bank: Any) -> bool:

@@ -129,7 +129,10 @@ def _together(
     bits = np.zeros((levels, outputs, packed_size(size)), np.uint8)
     scales = np.zeros((levels, outputs if scale == "row" else 1), np.float32)
     if scale == "matrix":
-        sizes = lambda: (np.abs(delta) for _, _, delta in _deltas(base, tuned))  # noqa: E731
+
+        def sizes() -> Iterator[np.ndarray]:
+            return (np.abs(delta) for _, _, delta in _deltas(base, tuned))
+
         scales[:] = fit_matrix(sizes, levels).T
     left = 0.0
     for rows, start, delta in _deltas(base, tuned):

@@ -273,7 +273,7 @@ class _Run:
         if self._rounds:
             answers.prefill_s.append(reply["prefill_s"])
             answers.decode_s.append(reply["decode_s"])
-        time.sleep(_REST_S)
+        time.sleep(_REST_S)  # what one system left behind is over before the next is timed
 
     def _fail(self, system: str, error: ValueError) -> None:
         """Goes on without a peer; not without ours."""

@@ -225,7 +225,7 @@ async def _happens(condition: Callable[[], bool], within_s: float = 10.0) -> Non
     def wait() -> bool:
         end = time.monotonic() + within_s
         while not condition() and time.monotonic() < end:
-            time.sleep(0.005)
+            time.sleep(0.005)  # a poll with an end: the other thread gives no signal
         return condition()
 
     assert await asyncio.to_thread(wait)

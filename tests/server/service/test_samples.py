@@ -91,7 +91,7 @@ async def test_cancelling_frees_every_sample(served, worker, ask):
     for _ in range(1000):
         if len(worker.cancelled) == 3:
             break
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.005)  # a poll with an end: the event tells of the first only
     assert sorted(worker.cancelled) == sorted(request.id for request in worker.requests)
 
 

@@ -124,7 +124,7 @@ async def test_cancelling_reaches_the_worker_at_once(served, worker, ask):
     call.cancel()
     assert await _is_cancelled(worker, 1)
     assert worker.cancelled == [worker.requests[0].id]
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # lets the handler, which was just cancelled, leave
     assert served.service.in_flight == 0
 
 
@@ -173,7 +173,7 @@ async def test_a_reader_that_goes_away_while_stuck_leaves_no_error(served, worke
     await call.read()
     assert await _is_cancelled(worker, 5)
     call.cancel()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # time for a record that is not to come
     assert caplog.records == []
     assert served.service.in_flight == 0
 
