@@ -88,6 +88,8 @@ class ServeOptions:
         devices: to shard the base over; None takes all accelerators, or one CPU.
         drain_s: how long requests that run may go on when the server stops, in seconds.
         write_timeout_s: how long a client may leave what was sent unread, in seconds.
+        products: what activations are rounded to just before a weight, "float32" (not at all) or
+            "bfloat16".
     """
 
     host: str = "127.0.0.1"
@@ -99,6 +101,7 @@ class ServeOptions:
     devices: int | None = None
     drain_s: float = 30.0
     write_timeout_s: float = 10.0
+    products: str = "float32"
 
     def __post_init__(self) -> None:
         for name in ("rows", "slots", "inbox", "devices"):
@@ -110,6 +113,8 @@ class ServeOptions:
         for name in ("drain_s", "write_timeout_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected seconds")
+        if self.products not in ("float32", "bfloat16"):
+            raise ValueError(f"products is {self.products!r}; expected 'float32' or 'bfloat16'")
 
 
 class _Stopped(Exception):
@@ -287,6 +292,7 @@ def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Eng
         rows=options.rows,
         max_length=length if options.max_length is None else options.max_length,
         dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
+        products=options.products,
     )
     mesh = _mesh(options.devices)
     placement = None if mesh is None else Placement.of(config, mesh)

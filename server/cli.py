@@ -52,6 +52,13 @@ class Embed(StrEnum):
     shared = "shared"
 
 
+class Products(StrEnum):
+    """What activations are rounded to just before they meet a weight."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 @app.callback(invoke_without_command=True)
 def _zen(
     show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
@@ -184,6 +191,10 @@ def serve(
     drain: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get when it stops.")
     ] = 30.0,
+    products: Annotated[
+        Products,
+        typer.Option(help="Activations at weights; bfloat16 reads prompts faster on a CPU."),
+    ] = Products.float32,
 ) -> None:
     """Serve a store over gRPC until SIGTERM or Ctrl-C; what runs then may finish."""
     from server.app import ServeOptions
@@ -198,6 +209,7 @@ def serve(
         inbox=inbox,
         devices=devices,
         drain_s=drain,
+        products=products.value,
     )
     if not command.run(store, options):
         raise typer.Exit(1)
@@ -286,8 +298,8 @@ def bench_decode(
     ] = "smollm2-135m",
     context: Annotated[int, typer.Option(min=1, help="Tokens in each row's cache.")] = 64,
     products: Annotated[
-        str, typer.Option(help="What activations are rounded to: float32 or bfloat16.")
-    ] = "bfloat16",
+        Products, typer.Option(help="What activations are rounded to at weights.")
+    ] = Products.bfloat16,
     repeats: Annotated[int, typer.Option(min=2, help="Steps; the median counts.")] = 30,
     out: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too.")
@@ -297,7 +309,7 @@ def bench_decode(
     from server.commands import bench as command
 
     batches, counts = batch or [1, 8, 14], variants or [1, 14]
-    command.decode(batches, counts, model, context, products, repeats, out)
+    command.decode(batches, counts, model, context, products.value, repeats, out)
 
 
 @bench.command("peers", epilog="Example: zen bench peers --json peers.json")
@@ -317,8 +329,8 @@ def bench_peers(
         int | None, typer.Option(min=1, help="Of every system; else one a processor.")
     ] = None,
     products: Annotated[
-        str, typer.Option(help="What our activations are rounded to: bfloat16 or float32.")
-    ] = "bfloat16",
+        Products, typer.Option(help="What our activations are rounded to at weights.")
+    ] = Products.bfloat16,
     out: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too.")
     ] = None,
@@ -328,7 +340,7 @@ def bench_peers(
     from zen_jax.peers.bench import PEERS, STORE, Plan
 
     given = {} if threads is None else {"threads": threads}
-    plan = Plan(long=context, steps=steps, rounds=rounds, products=products, **given)
+    plan = Plan(long=context, steps=steps, rounds=rounds, products=products.value, **given)
     command.run(store or STORE, peers or PEERS, plan, out)
 
 

@@ -179,6 +179,7 @@ def test_running_serves_from_a_thread(tiny_store):
         lambda: ServeOptions(devices=0),
         lambda: ServeOptions(port=65536),
         lambda: ServeOptions(drain_s=float("nan")),
+        lambda: ServeOptions(products="float16"),
     ],
 )
 def test_options_that_cannot_be(make: Callable[[], ServeOptions]):
