@@ -245,6 +245,9 @@ def client(
     logprobs: choice.Logprobs = None,
     prompt_logprobs: choice.PromptLogprobs = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole answer.")] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="-10 to 10; more goes first where rows are short.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask a server that runs, and print its answer as it comes."""
@@ -258,6 +261,8 @@ def client(
     given: Any = choice.given(context.params)
     if timeout is not None:
         given["timeout_s"] = timeout
+    if priority is not None:
+        given["priority"] = priority
     command.generate(address, model, prompt, given, chat=chat, as_json=as_json)
 
 

@@ -91,14 +91,15 @@ class RequestOptions(TypedDict, total=False):
     """What a request can hold beside its model and prompt; all of it can be left out.
 
     `messages` (turns with `role` and `content`) or `token_ids` take the prompt's place. `timeout_s`
-    bounds the whole answer, in seconds; one above 3 years bounds nothing. The rest says how to
-    choose tokens and when to stop; what is left out takes the server's default, which
-    zen/v1/generate.proto states.
+    bounds the whole answer, in seconds; one above 3 years bounds nothing. Of two requests that wait
+    the one with more `priority` goes first. The rest says how to choose tokens and when to stop;
+    what is left out takes the server's default, which zen/v1/generate.proto states.
     """
 
     messages: Sequence[Mapping[str, str]]
     token_ids: Sequence[int]
     timeout_s: float
+    priority: int
     max_tokens: int
     temperature: float
     top_k: int
@@ -310,6 +311,9 @@ def make_request(
     if [prompt, messages, token_ids].count(None) != 2:
         raise ValueError("give exactly one of prompt, messages and token_ids")
     request = pb.GenerateRequest(model=_text("model", model), sampling=pb.Sampling())
+    if "priority" in sampling:
+        value = sampling.pop("priority")
+        request.MergeFrom(_filled(pb.GenerateRequest, "priority", value, "priority"))
     if prompt is not None:
         request.prompt = _text("prompt", prompt)
     if messages is not None:

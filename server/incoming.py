@@ -15,6 +15,7 @@ from zen_jax.sampling import SamplingParams
 from zen_jax.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128
+MOST_PRIORITY = 10
 
 # Longer ones would not fit into the headers that a status travels in.
 _MAX_DESCRIPTION = 1000
@@ -53,6 +54,11 @@ def check(message: pb.GenerateRequest, limits: Limits) -> Iterator[Violation]:
     if not message.model:
         yield Violation("model", f"is empty; give a variant's name or {BASE!r}")
     yield from _check_input(message, limits)
+    if abs(message.priority) > MOST_PRIORITY:
+        yield Violation(
+            "priority",
+            f"is {message.priority}; expected {-MOST_PRIORITY} to {MOST_PRIORITY}",
+        )
     for error in sampling_params(message.sampling).problems(limits.vocab_size):
         yield Violation(f"sampling.{error.field}", str(error).removeprefix(f"{error.field} "))
 

@@ -165,7 +165,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         token_ids = token_ids_of(message, tokenizer)
         sampling = fitted(message, len(token_ids), limits)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        first = Request(uuid.uuid4().hex, variant, token_ids, sampling, seed, deadline)
+        own = uuid.uuid4().hex
+        first = Request(own, variant, token_ids, sampling, seed, deadline, message.priority)
         later = replace(sampling, prompt_logprobs=None)
         return [
             first if i == 0 else replace(first, id=f"{first.id}-{i}", sampling=later, sample=i)

@@ -136,7 +136,9 @@ def test_all_options_are_sent_as_they_are_called(client, scripted):
     client.generate("coder", "Hi", **options)
     sampling = scripted.requests[0].sampling
     assert sampling == pb.Sampling(**options)
-    client.generate("coder", "Hi", stop="END")
+    assert scripted.requests[0].priority == 0
+    client.generate("coder", "Hi", stop="END", priority=-3)
+    assert scripted.requests[1].priority == -3
     assert list(scripted.requests[1].sampling.stop) == ["END"]
 
 
@@ -146,6 +148,7 @@ def test_every_field_of_the_wire_is_an_option():
         "messages",
         "token_ids",
         "timeout_s",
+        "priority",
     }
 
 

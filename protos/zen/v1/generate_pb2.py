@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15zen/v1/generate.proto\x12\x06zen.v1\"\xac\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12%\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x10.zen.v1.TokenIdsH\x00\x12$\n\x08messages\x18\x04 \x01(\x0b\x32\x10.zen.v1.MessagesH\x00\x12\"\n\x08sampling\x18\x05 \x01(\x0b\x32\x10.zen.v1.SamplingB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"-\n\x08Messages\x12!\n\x08messages\x18\x01 \x03(\x0b\x32\x0f.zen.v1.Message\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xbd\x05\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12\x33\n\nlogit_bias\x18\x0c \x03(\x0b\x32\x1f.zen.v1.Sampling.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\r \x01(\x05H\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\x05H\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\x05H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xc3\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12&\n\ncompletion\x18\x03 \x01(\x0b\x32\x12.zen.v1.Completion\x12\r\n\x05index\x18\x04 \x01(\r\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.zen.v1.TokenLogprobs\x12.\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x15.zen.v1.TokenLogprobs\"j\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\n\n\x08_logprob\"\x93\x02\n\nCompletion\x12+\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x14.zen.v1.FinishReason\x12\"\n\x15matched_stop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x05usage\x18\x03 \x01(\x0b\x32\r.zen.v1.Usage\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12 \n\x07timings\x18\x05 \x01(\x0b\x32\x0f.zen.v1.Timings\x12 \n\x05model\x18\x06 \x01(\x0b\x32\x11.zen.v1.ModelInfo\x12\x19\n\x0cmatched_stop\x18\x07 \x01(\tH\x01\x88\x01\x01\x42\x18\n\x16_matched_stop_token_idB\x0f\n\r_matched_stop\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"m\n\x07Timings\x12\x16\n\x0equeued_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x04 \x01(\x01\":\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32R\n\x0fGenerateService\x12?\n\x08Generate\x12\x17.zen.v1.GenerateRequest\x1a\x18.zen.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15zen/v1/generate.proto\x12\x06zen.v1\"\xbe\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12%\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x10.zen.v1.TokenIdsH\x00\x12$\n\x08messages\x18\x04 \x01(\x0b\x32\x10.zen.v1.MessagesH\x00\x12\"\n\x08sampling\x18\x05 \x01(\x0b\x32\x10.zen.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x42\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"-\n\x08Messages\x12!\n\x08messages\x18\x01 \x03(\x0b\x32\x0f.zen.v1.Message\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xbd\x05\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12\x33\n\nlogit_bias\x18\x0c \x03(\x0b\x32\x1f.zen.v1.Sampling.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\r \x01(\x05H\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\x05H\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\x05H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xc3\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12&\n\ncompletion\x18\x03 \x01(\x0b\x32\x12.zen.v1.Completion\x12\r\n\x05index\x18\x04 \x01(\r\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.zen.v1.TokenLogprobs\x12.\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x15.zen.v1.TokenLogprobs\"j\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\n\n\x08_logprob\"\x93\x02\n\nCompletion\x12+\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x14.zen.v1.FinishReason\x12\"\n\x15matched_stop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x05usage\x18\x03 \x01(\x0b\x32\r.zen.v1.Usage\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12 \n\x07timings\x18\x05 \x01(\x0b\x32\x0f.zen.v1.Timings\x12 \n\x05model\x18\x06 \x01(\x0b\x32\x11.zen.v1.ModelInfo\x12\x19\n\x0cmatched_stop\x18\x07 \x01(\tH\x01\x88\x01\x01\x42\x18\n\x16_matched_stop_token_idB\x0f\n\r_matched_stop\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"m\n\x07Timings\x12\x16\n\x0equeued_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x04 \x01(\x01\":\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32R\n\x0fGenerateService\x12?\n\x08Generate\x12\x17.zen.v1.GenerateRequest\x1a\x18.zen.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,32 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1840
-  _globals['_FINISHREASON']._serialized_end=1935
+  _globals['_FINISHREASON']._serialized_start=1858
+  _globals['_FINISHREASON']._serialized_end=1953
   _globals['_GENERATEREQUEST']._serialized_start=34
-  _globals['_GENERATEREQUEST']._serialized_end=206
-  _globals['_TOKENIDS']._serialized_start=208
-  _globals['_TOKENIDS']._serialized_end=231
-  _globals['_MESSAGES']._serialized_start=233
-  _globals['_MESSAGES']._serialized_end=278
-  _globals['_MESSAGE']._serialized_start=280
-  _globals['_MESSAGE']._serialized_end=320
-  _globals['_SAMPLING']._serialized_start=323
-  _globals['_SAMPLING']._serialized_end=1024
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=771
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=819
-  _globals['_GENERATERESPONSE']._serialized_start=1027
-  _globals['_GENERATERESPONSE']._serialized_end=1222
-  _globals['_TOKENLOGPROBS']._serialized_start=1224
-  _globals['_TOKENLOGPROBS']._serialized_end=1330
-  _globals['_COMPLETION']._serialized_start=1333
-  _globals['_COMPLETION']._serialized_end=1608
-  _globals['_USAGE']._serialized_start=1610
-  _globals['_USAGE']._serialized_end=1667
-  _globals['_TIMINGS']._serialized_start=1669
-  _globals['_TIMINGS']._serialized_end=1778
-  _globals['_MODELINFO']._serialized_start=1780
-  _globals['_MODELINFO']._serialized_end=1838
-  _globals['_GENERATESERVICE']._serialized_start=1937
-  _globals['_GENERATESERVICE']._serialized_end=2019
+  _globals['_GENERATEREQUEST']._serialized_end=224
+  _globals['_TOKENIDS']._serialized_start=226
+  _globals['_TOKENIDS']._serialized_end=249
+  _globals['_MESSAGES']._serialized_start=251
+  _globals['_MESSAGES']._serialized_end=296
+  _globals['_MESSAGE']._serialized_start=298
+  _globals['_MESSAGE']._serialized_end=338
+  _globals['_SAMPLING']._serialized_start=341
+  _globals['_SAMPLING']._serialized_end=1042
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=789
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=837
+  _globals['_GENERATERESPONSE']._serialized_start=1045
+  _globals['_GENERATERESPONSE']._serialized_end=1240
+  _globals['_TOKENLOGPROBS']._serialized_start=1242
+  _globals['_TOKENLOGPROBS']._serialized_end=1348
+  _globals['_COMPLETION']._serialized_start=1351
+  _globals['_COMPLETION']._serialized_end=1626
+  _globals['_USAGE']._serialized_start=1628
+  _globals['_USAGE']._serialized_end=1685
+  _globals['_TIMINGS']._serialized_start=1687
+  _globals['_TIMINGS']._serialized_end=1796
+  _globals['_MODELINFO']._serialized_start=1798
+  _globals['_MODELINFO']._serialized_end=1856
+  _globals['_GENERATESERVICE']._serialized_start=1955
+  _globals['_GENERATESERVICE']._serialized_end=2037
 # @@protoc_insertion_point(module_scope)

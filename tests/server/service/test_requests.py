@@ -122,6 +122,12 @@ async def test_the_worker_gets_what_was_asked(served, worker, parts):
         prompt_logprobs=3,
     )
     assert 95 < request.deadline - started < 105
+    assert request.priority == 0
+
+
+async def test_the_worker_gets_the_priority(served, worker):
+    await served.generate(_urgent(7))
+    assert [request.priority for request in worker.requests] == [7]
 
 
 async def test_what_is_left_out_takes_its_default(served, worker, parts):
@@ -153,6 +159,10 @@ def _messages(*turns: tuple[str, str]) -> pb.GenerateRequest:
     return pb.GenerateRequest(model="coder", messages=pb.Messages(messages=messages))
 
 
+def _urgent(priority: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(model="coder", prompt="Hi", priority=priority)
+
+
 def _tokens(*ids: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(model="coder", token_ids=pb.TokenIds(ids=ids))
 
@@ -169,6 +179,8 @@ def _tokens(*ids: int) -> pb.GenerateRequest:
         (ask(min_tokens=62), ["sampling.min_tokens"]),
         (ask(n=17, stop=[""]), ["sampling.n", "sampling.stop[0]"]),
         (ask("", "", top_p=float("nan")), ["model", "prompt", "sampling.top_p"]),
+        (_urgent(11), ["priority"]),
+        (_urgent(-11), ["priority"]),
     ],
 )
 async def test_a_bad_field_is_named(served, worker, request_, fields):
@@ -193,6 +205,8 @@ async def test_a_bad_field_is_named(served, worker, request_, fields):
         ask(top_p=1),
         _tokens(*[0] * 63),
         ask(seed=2**64 - 1),
+        _urgent(10),
+        _urgent(-10),
     ],
 )
 async def test_the_last_good_value_is_accepted(served, request_):
