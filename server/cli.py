@@ -349,6 +349,33 @@ def bench_peers(
     command.run(store or STORE, peers or PEERS, plan, out)
 
 
+@bench.command("ttft", epilog="Example: zen bench ttft ./store --requests 300 --json ttft.json")
+def bench_ttft(
+    store: StorePath,
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Variants; else all there are.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 512,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Of the base, and as many of all variants together.")
+    ] = 300,
+    cancels: Annotated[int, typer.Option(min=1, help="Streams that are cancelled.")] = 100,
+    products: Annotated[
+        Products, typer.Option(help="What activations are rounded to at weights.")
+    ] = Products.float32,
+    rows: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 16,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too.")
+    ] = None,
+) -> None:
+    """The time to a variant's first token beside the base's, over gRPC, and to free a row."""
+    from server.benchmark_ttft import TtftPlan
+    from server.commands import bench_ttft as command
+
+    plan = TtftPlan(prompt_tokens, requests, cancels, products.value, rows)
+    command.run(store, models or [], plan, out)
+
+
 @app.command(epilog="Example: zen demo --serve")
 def demo(
     serve: Annotated[bool, typer.Option("--serve", help="Go on serving afterwards.")] = False,

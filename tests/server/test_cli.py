@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from server import cli, console, demo
+from server import benchmark_ttft, cli, console, demo
 from server.app import ServeOptions, running
 from server.client import ZenClient
 from zen_jax import benchmark
 from zen_jax.checkpoint.store import Store
+from zen_jax.convert import convert_base
 
 COMMANDS = [
     ("convert", "base"),
@@ -328,6 +329,36 @@ def test_decode_steps_are_measured(zen, tmp_path, tiny_store):
     for bad in (("--model", "nothing"), ("--batch", 3, "--variants", 2), ("--products", "int8")):
         status, _, err = zen("bench", "decode", *bad)
         assert (status, err.count("\n")) == (2, 1), err
+
+
+@pytest.mark.usefixtures("compiled")
+def test_times_to_first_tokens_are_measured(zen, tmp_path, tiny_store, tiny_folders):
+    file = tmp_path / "ttft.json"
+    small = ("--prompt-tokens", 5, "--requests", 4, "--cancels", 3, "--rows", 2, "--json", file)
+    status, out, err = zen("bench", "ttft", tiny_store, "tiny-b", *small)
+    assert status == 0, err
+    figures = json.loads(file.read_text())
+    assert [row["model"] for row in figures["models"]] == ["base", "all variants", "tiny-b"]
+    assert figures["compiles"] == 0 and figures["cancel"]["streams"] <= 4
+    assert "all variants" in out and "is cancelled" in out
+
+    # A store without variants gets one elsewhere.
+    alone = tmp_path / "alone"
+    convert_base(tiny_folders["base"], alone)
+    assert zen("bench", "ttft", alone, *small)[0] == 0
+    assert json.loads(file.read_text())["models"][2]["model"] == "noise"
+    assert Store(alone).names() == []
+    for bad in (("nobody",), ("--prompt-tokens", 256), ("--cancels", 0)):
+        status, _, err = zen("bench", "ttft", tiny_store, *bad)
+        assert (status, err.count("\n")) == (2, 1), err
+
+
+def test_times_to_first_tokens_of_all_variants_count_together():
+    times = {"base": [1.0, 2.0, 3.0], "a": [2.0, 4.0], "b": [6.0]}
+    rows = benchmark_ttft.by_model(times)
+    counts = [(row["model"], row["requests"], row["p50_over_base"]) for row in rows]
+    assert counts == [("base", 3, 1.0), ("all variants", 3, 2.0), ("a", 2, 1.5), ("b", 1, 3.0)]
+    assert rows[1]["p99_ms"] == pytest.approx(5.96)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
