@@ -5,6 +5,8 @@
 // choice and not the number of rows', so that a row's result has the same bits in any batch.
 // AVX-512 by hand, chosen at run time; elsewhere the same sums in plain loops.
 
+#include <numeric>
+
 #include "../cpu_threads.h"
 #include "cpu_avx512.h"
 #include "cpu_many.h"
@@ -35,44 +37,58 @@ Processor processor(bool portable) {
   return found;
 }
 
+// Makes p.x of rows in bfloat16.
+void widen_rows(Problem& p, ffi::ThreadPool& pool) {
+  if (!p.x16) return;
+  thread_local Scratch scratch;
+  float* wide = scratch.get<float>(p.rows * p.inputs);
+  share_out(pool, p.rows, p.rows * p.inputs <= kParallelWork, [&](int64_t r) {
+    for (int64_t i = r * p.inputs; i < (r + 1) * p.inputs; i++) wide[i] = widen(p.x16[i]);
+  });
+  p.x = wide;
+  p.x16 = nullptr;
+}
+
 template <typename Each>
-void each_block(const Problem& p, ffi::ThreadPool& pool, const Each& each, int64_t size = kBlock) {
-  const int64_t blocks = (p.outputs + size - 1) / size;
+void each_block(const Problem& p, ffi::ThreadPool& pool, const Each& each) {
+  const int64_t blocks = (p.outputs + kBlock - 1) / kBlock;
   const bool alone = p.rows * p.inputs * p.outputs <= kParallelWork;
   share_out(pool, blocks, alone, [&](int64_t b) {
-    each(b * size, std::min(p.outputs, (b + 1) * size));
+    each(b * kBlock, std::min(p.outputs, (b + 1) * kBlock));
   });
 }
 
-// Lays rows out and makes their tables, rows side by side.
-template <typename T>
-void prepare(const Problem& p, Rows<T>& rows, Tables& tables, ffi::ThreadPool& pool) {
-  const bool alone = (p.rows + 4 * tables.rows()) * p.inputs <= kParallelWork;
-  share_out(pool, p.rows + tables.rows(), alone, [&](int64_t i) {
+// Lays rows out and makes their tables, and then block after block of outputs.
+template <typename T, typename Each>
+void in_blocks(const Problem& p, Rows<T>& rows, Tables& tables, ffi::ThreadPool& pool, const Each& each) {
+  const int64_t before = p.rows + tables.rows(), blocks = (p.outputs + kBlock - 1) / kBlock;
+  const bool alone = p.rows * p.inputs * p.outputs <= kParallelWork;
+  const auto prepare = [&](int64_t i) {
     if (i < tables.rows())
       tables.fill(i);
     else
       rows.fill(i - tables.rows());
-  });
-  tables.finish();
+  };
+  const auto block = [&](int64_t b) { each(b * kBlock, std::min(p.outputs, (b + 1) * kBlock)); };
+  share_out_after(pool, before, prepare, blocks, block, alone);
 }
 
-void few(const Problem& p, bool bf16_rows, bool portable, ffi::ThreadPool& pool) {
+void few(Problem p, bool portable, ffi::ThreadPool& pool) {
   thread_local Scratch for_tables, for_rows;
   const Processor cpu = processor(portable);
+  const bool bf16 = cpu.bf16 && p.x16 && p.w_bf16;
+  if (!bf16) widen_rows(p, pool);
   Tables tables(p, cpu.avx512, for_tables, [](int32_t) { return true; });
 #if defined(ZEN_AVX512)
-  if (cpu.bf16 && bf16_rows && p.w_bf16) {
+  if (bf16) {
     Rows<uint16_t> rows(p, for_rows);
-    prepare(p, rows, tables, pool);
-    return each_block(p, pool, [&](int64_t begin, int64_t end) {
+    return in_blocks(p, rows, tables, pool, [&](int64_t begin, int64_t end) {
       avx512_block<uint16_t, true>(p, rows, tables, begin, end);
     });
   }
 #endif
   Rows<float> rows(p, for_rows);
-  prepare(p, rows, tables, pool);
-  each_block(p, pool, [&](int64_t begin, int64_t end) {
+  in_blocks(p, rows, tables, pool, [&](int64_t begin, int64_t end) {
 #if defined(ZEN_AVX512)
     if (cpu.avx512 && p.w_bf16) return avx512_block<float, true>(p, rows, tables, begin, end);
     if (cpu.avx512) return avx512_block<float, false>(p, rows, tables, begin, end);
@@ -82,23 +98,32 @@ void few(const Problem& p, bool bf16_rows, bool portable, ffi::ThreadPool& pool)
   });
 }
 
-void many(const Problem& p, const uint16_t* x16, bool portable, ffi::ThreadPool& pool) {
+// How many tasks share a block's rows, so that threads end together.
+int64_t shares_of(const Problem& p, int64_t blocks) {
+  if (blocks >= 16 * p.threads || p.rows < 64) return 1;
+  return std::min<int64_t>(p.threads / std::gcd(blocks, p.threads), 4);
+}
+
+void many(Problem p, bool portable, ffi::ThreadPool& pool) {
   const Processor cpu = processor(portable);
   const std::vector<Party> all = parties(p);
 #if defined(ZEN_AVX512)
-  if (cpu.bf16 && x16 && p.w_bf16) {
-    thread_local Scratch for_tables;
+  if (cpu.bf16 && p.x16 && p.w_bf16) {
+    thread_local Scratch for_tables, for_rows;
     Rounding rounding(p, all);
     share_out(pool, rounding.count(), false, [&](int64_t i) { rounding.judge(i); });
     Tables tables(p, true, for_tables, [&](int32_t slot) { return rounding.tables(slot); });
-    share_out(pool, tables.rows(), false, [&](int64_t i) { tables.fill(i); });
-    tables.finish();
-    const auto block = [&](int64_t begin, int64_t end) {
-      bf16_prompt(p, x16, all, rounding, tables, begin, end);
+    const PromptTiles tiles(p, all, tables, for_rows);
+    const int64_t blocks = (p.outputs + kPromptBlock - 1) / kPromptBlock, shares = shares_of(p, blocks);
+    const auto fill = [&](int64_t i) { tiles.fill(i, tables); };
+    const auto block = [&](int64_t i) {
+      const int64_t begin = i / shares * kPromptBlock, end = std::min(begin + kPromptBlock, p.outputs);
+      bf16_prompt(p, all, rounding, tiles, tables, begin, end, i % shares, shares);
     };
-    return each_block(p, pool, block, kPromptBlock);
+    return share_out_after(pool, tiles.count(), fill, blocks * shares, block, false);
   }
 #endif
+  widen_rows(p, pool);
   each_block(p, pool, [&](int64_t begin, int64_t end) {
 #if defined(ZEN_AVX512)
     if (cpu.avx512 && p.w_bf16) return avx512_many<true>(p, all, begin, end);
@@ -109,7 +134,7 @@ void many(const Problem& p, const uint16_t* x16, bool portable, ffi::ThreadPool&
   });
 }
 
-// Sets x, w, y and their sizes; bfloat16 rows are widened too.
+// Sets x, w, y and their sizes.
 void set(Problem& p, ffi::AnyBuffer x, ffi::AnyBuffer w, float* y, ffi::ThreadPool& pool) {
   const auto xd = x.dimensions(), wd = w.dimensions();
   p.rows = xd[0];
@@ -119,36 +144,25 @@ void set(Problem& p, ffi::AnyBuffer x, ffi::AnyBuffer w, float* y, ffi::ThreadPo
   p.w_bf16 = w.element_type() == ffi::BF16;
   p.y = y;
   p.threads = pool.num_threads();
-  p.x = static_cast<const float*>(x.untyped_data());
-  if (x.element_type() != ffi::BF16) return;
-  const auto* from = static_cast<const uint16_t*>(x.untyped_data());
-  thread_local Scratch scratch;
-  float* wide = scratch.get<float>(p.rows * p.inputs);
-  share_out(pool, p.rows, p.rows * p.inputs <= kParallelWork, [&](int64_t r) {
-    for (int64_t i = r * p.inputs; i < (r + 1) * p.inputs; i++) wide[i] = widen(from[i]);
-  });
-  p.x = wide;
+  if (x.element_type() == ffi::BF16)
+    p.x16 = static_cast<const uint16_t*>(x.untyped_data());
+  else
+    p.x = static_cast<const float*>(x.untyped_data());
 }
 
-// x16: the rows as they came where they are bfloat16, else null.
-void compute(const Problem& p, const uint16_t* x16, bool reconstruct, bool portable,
-             ffi::ThreadPool& pool) {
+void compute(const Problem& p, bool reconstruct, bool portable, ffi::ThreadPool& pool) {
   if (!p.rows || !p.outputs) return;
   if (reconstruct)
-    many(p, x16, portable, pool);
+    many(p, portable, pool);
   else
-    few(p, x16 != nullptr, portable, pool);
-}
-
-const uint16_t* halves(ffi::AnyBuffer x) {
-  return x.element_type() == ffi::BF16 ? static_cast<const uint16_t*>(x.untyped_data()) : nullptr;
+    few(p, portable, pool);
 }
 
 ffi::Error base_impl(ffi::ThreadPool pool, bool reconstruct, bool portable, ffi::AnyBuffer x,
                      ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y) {
   Problem p{};
   set(p, x, w, y->typed_data(), pool);
-  compute(p, halves(x), reconstruct, portable, pool);
+  compute(p, reconstruct, portable, pool);
   return ffi::Error::Success();
 }
 
@@ -164,7 +178,7 @@ ffi::Error delta_impl(ffi::ThreadPool pool, bool reconstruct, bool portable, ffi
   p.bits = bits.typed_data();
   p.scale = scale.typed_data();
   p.slots = slots.typed_data();
-  compute(p, halves(x), reconstruct, portable, pool);
+  compute(p, reconstruct, portable, pool);
   return ffi::Error::Success();
 }
 

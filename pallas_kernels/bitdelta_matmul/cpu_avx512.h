@@ -155,11 +155,9 @@ ZEN_AVX512_BF16 void bf16_tile(const Problem& p, const uint16_t* x, int64_t o, i
 
 // ---- signs: 16 outputs in a register, 32 inputs of each in a lane
 
-// 16 words of 32 bits of 16 outputs, turned so that a register holds one word of each.
-ZEN_AVX512 inline void turn(const uint8_t* const (&rows)[kLanes], int64_t at, __mmask64 k, uint32_t* to) {
-  __m512i r[16], t[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi8(k, rows[i] + at);
+// Sixteen registers of 16 words each, turned so that the first holds the first word of each.
+ZEN_AVX512 inline __attribute__((always_inline)) void turn(__m512i (&r)[16], __m512i (&to)[16]) {
+  __m512i t[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 8; i++) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
@@ -178,11 +176,21 @@ ZEN_AVX512 inline void turn(const uint8_t* const (&rows)[kLanes], int64_t at, __
     const __m512i b = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xDD);
     const __m512i d = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
     const __m512i e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xDD);
-    _mm512_store_si512(to + 16 * c, _mm512_shuffle_i32x4(a, d, 0x88));
-    _mm512_store_si512(to + 16 * (4 + c), _mm512_shuffle_i32x4(b, e, 0x88));
-    _mm512_store_si512(to + 16 * (8 + c), _mm512_shuffle_i32x4(a, d, 0xDD));
-    _mm512_store_si512(to + 16 * (12 + c), _mm512_shuffle_i32x4(b, e, 0xDD));
+    to[c] = _mm512_shuffle_i32x4(a, d, 0x88);
+    to[4 + c] = _mm512_shuffle_i32x4(b, e, 0x88);
+    to[8 + c] = _mm512_shuffle_i32x4(a, d, 0xDD);
+    to[12 + c] = _mm512_shuffle_i32x4(b, e, 0xDD);
   }
+}
+
+// 16 words of 32 bits of 16 outputs, one word of each side by side.
+ZEN_AVX512 inline void turn(const uint8_t* const (&rows)[kLanes], int64_t at, __mmask64 k, uint32_t* to) {
+  __m512i r[16], turned[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi8(k, rows[i] + at);
+  turn(r, turned);
+#pragma GCC unroll 16
+  for (int c = 0; c < 16; c++) _mm512_store_si512(to + 16 * c, turned[c]);
 }
 
 // Up to four words at the end of rows are moved one by one: a whole turn costs more.
@@ -209,20 +217,16 @@ ZEN_AVX512 inline Codes codes_of(const uint32_t* words) {
           _mm512_ternarylogic_epi32(_mm512_srli_epi32(word, 4), low, table, 0xEA)};
 }
 
-// Adds what 16 kParts outputs look up in the tables of ENTRIES rows for one word of 32 inputs.
-template <int kParts, int ENTRIES>
-ZEN_AVX512 inline void look_up(const Entry* entries, int64_t word, const Codes (&codes)[kParts],
-                               __m512i (&sum)[ENTRIES][kParts]) {
-  const __m512i one = _mm512_set1_epi8(1);
+// Adds what 16 kParts outputs look up for one word of 32 inputs in tables whose steps count `times`.
+template <int kParts>
+ZEN_AVX512 inline __attribute__((always_inline)) void look_up(const int8_t* tables, __m512i times,
+                                                              const Codes* codes, __m512i* sum) {
+  const __m512i low = _mm512_load_si512(tables), high = _mm512_load_si512(tables + 64);
 #pragma GCC unroll 4
-  for (int e = 0; e < ENTRIES; e++) {
-    const int8_t* t = entries[e].table + word * kTable;
-    const __m512i ta = _mm512_load_si512(t), tb = _mm512_load_si512(t + 64);
-#pragma GCC unroll 4
-    for (int g = 0; g < kParts; g++) {
-      sum[e][g] = _mm512_dpbusd_epi32(sum[e][g], one, _mm512_permutexvar_epi8(codes[g].first, ta));
-      sum[e][g] = _mm512_dpbusd_epi32(sum[e][g], one, _mm512_permutexvar_epi8(codes[g].second, tb));
-    }
+  for (int g = 0; g < kParts; g++) {
+    const __m512i both = _mm512_add_epi8(_mm512_permutexvar_epi8(codes[g].first, low),
+                                         _mm512_permutexvar_epi8(codes[g].second, high));
+    sum[g] = _mm512_dpbusd_epi32(sum[g], times, both);
   }
 }
 
@@ -269,9 +273,13 @@ ZEN_AVX512 void sign_block(const Problem& p, const Entry* entries, int64_t at, i
   alignas(64) uint32_t words[kParts][kWords * kLanes];
   const uint8_t* rows[kParts][kLanes];
   sign_rows<kParts>(p, at, outs, rows);
+  const __m512i one = _mm512_set1_epi8(1), many = _mm512_set1_epi8(kCoarse);
   __m512i sum[ENTRIES][kParts];
-  for (int e = 0; e < ENTRIES; e++)
+  const int32_t* coarse[ENTRIES];
+  for (int e = 0; e < ENTRIES; e++) {
+    coarse[e] = entries[e].words;
     for (int g = 0; g < kParts; g++) sum[e][g] = _mm512_setzero_si512();
+  }
   const int64_t turns = (p.bytes + 4 * kWords - 1) / (4 * kWords) * kParts;
   const int64_t share = (next.lines + turns - 1) / turns;
   for (int64_t from = 0; from < p.bytes; from += 4 * kWords) {
@@ -280,12 +288,22 @@ ZEN_AVX512 void sign_block(const Problem& p, const Entry* entries, int64_t at, i
       next.fetch((from / (4 * kWords) * kParts + g) * share, share);
       turn_some(rows[g], from, bytes, words[g]);
     }
-    for (int64_t j = 0; j < (bytes + 3) / 4; j++) {
+    const int64_t first = from / 4, last = first + (bytes + 3) / 4;
+    for (int64_t j = first; j < last; j++) {
       Codes codes[kParts];
 #pragma GCC unroll 4
-      for (int g = 0; g < kParts; g++) codes[g] = codes_of(words[g] + j * kLanes);
-      look_up<kParts, ENTRIES>(entries, from / 4 + j, codes, sum);
+      for (int g = 0; g < kParts; g++) codes[g] = codes_of(words[g] + (j - first) * kLanes);
+#pragma GCC unroll 4
+      for (int e = 0; e < ENTRIES; e++) look_up<kParts>(entries[e].fine + j * kTable, one, codes, sum[e]);
     }
+#pragma GCC unroll 4
+    for (int e = 0; e < ENTRIES; e++)
+      for (; coarse[e] < entries[e].words + entries[e].count && *coarse[e] < last; coarse[e]++) {
+        Codes codes[kParts];
+#pragma GCC unroll 4
+        for (int g = 0; g < kParts; g++) codes[g] = codes_of(words[g] + (*coarse[e] - first) * kLanes);
+        look_up<kParts>(entries[e].coarse + *coarse[e] * kTable, many, codes, sum[e]);
+      }
   }
   add_terms<kParts, ENTRIES>(p, entries, at, o, outs, sum);
 }

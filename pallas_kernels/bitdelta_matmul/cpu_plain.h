@@ -26,11 +26,21 @@ ZEN_INLINE void plain_lanes(const Problem& p, const float* x, int64_t count, int
   }
 }
 
-ZEN_INLINE int32_t plain_sum(const uint8_t* bits, const int8_t* table, int64_t bytes) {
+// What the bytes [begin, end) of signs look up.
+ZEN_INLINE int32_t plain_look_up(const uint8_t* bits, const int8_t* table, int64_t begin, int64_t end) {
   int32_t sum = 0;
-  for (int64_t j = 0; j < bytes; j++) {
+  for (int64_t j = begin; j < end; j++) {
     const int8_t* t = table + j / 4 * kTable + j % 4 * 16;
     sum += t[bits[j] & 15] + t[64 + (bits[j] >> 4)];
+  }
+  return sum;
+}
+
+ZEN_INLINE int32_t plain_sum(const uint8_t* bits, const Entry& entry, int64_t bytes) {
+  int32_t sum = plain_look_up(bits, entry.fine, 0, bytes);
+  for (int64_t i = 0; i < entry.count; i++) {
+    const int64_t at = 4 * entry.words[i];
+    sum += kCoarse * plain_look_up(bits, entry.coarse, at, std::min(at + 4, bytes));
   }
   return sum;
 }
@@ -52,7 +62,7 @@ ZEN_INLINE void plain_block_body(const Problem& p, const Rows<float>& rows, cons
         const Entry& entry = tables.entries()[e];
         for (int64_t o = begin; o < end; o++) {
           const int64_t at = p.at(group.slot, level, o);
-          const float sum = float(plain_sum(p.bits + at * p.bytes, entry.table, p.bytes));
+          const float sum = float(plain_sum(p.bits + at * p.bytes, entry, p.bytes));
           p.y[entry.row * p.outputs + o] += sum * entry.scale * p.scale[at];
         }
       }

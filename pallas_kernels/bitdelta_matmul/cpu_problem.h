@@ -26,7 +26,8 @@ constexpr int64_t kBlock = 64;   // outputs that one task takes
 constexpr int64_t kChunk = 1024; // inputs that a product of many rows sums before it goes on
 
 struct Problem {
-  const float* x;       // [rows, inputs]
+  const float* x;       // [rows, inputs]; null where x16 is not
+  const uint16_t* x16;  // the rows in bfloat16 where they are used as they came
   const void* w;        // [outputs, inputs]
   bool w_bf16;
   const uint8_t* bits;  // [variants, levels, outputs, bytes]

@@ -3,8 +3,13 @@
 // The effective weight W + sum over levels of alpha s is rounded to bfloat16 only where that leaves
 // the delta: where rounding a block's weights changes no output's by more than kLost of what the
 // delta is (root mean square over its first inputs; a scale of four spacings of W may lose twice
-// that). Elsewhere W is multiplied as it is and the signs are looked up in tables (cpu_tables.h),
-// which costs about a third more. Which of the two depends on the weight and the variant alone.
+// that). Elsewhere W is multiplied as it is and the signs are looked up in tables (cpu_tables.h)
+// between the products, since the two need different parts of the processor: a tenth more time,
+// where one after the other would cost a fifth. Which of the two depends on the weight and the
+// variant alone.
+//
+// A register holds 16 outputs, with two inputs of each for the products, and meets a pair of inputs
+// of a row: no sum runs across a register. An output's sum runs over the pairs of inputs in turn.
 
 #pragma once
 
@@ -18,8 +23,9 @@ namespace zen {
 constexpr float kLost = 0.035f;
 constexpr int64_t kPromptBlock = 64;  // outputs that one task takes
 constexpr int64_t kWide = 2048;       // inputs that are summed before going on
-constexpr int64_t kPairs = 32;        // inputs in a register
-constexpr int64_t kTried = 512;       // inputs by which a block is judged
+constexpr int64_t kTried = 128;       // inputs by which a block is judged
+constexpr int kHalf = 2;              // registers of outputs in a tile
+constexpr int kPromptParts = kPromptBlock / kLanes;
 
 // One output's effective weights, 16 at a time, in float32.
 struct Effective {
@@ -78,73 +84,192 @@ ZEN_AVX512_BF16 inline bool roundable(const Problem& p, int32_t slot, int64_t o,
   return true;
 }
 
-// `size` inputs of `outs` outputs in bfloat16, four outputs to a stream: [outs / 4][registers][4][32].
-ZEN_AVX512_BF16 inline void bf16_weights(const Problem& p, int32_t slot, int64_t o, int64_t outs,
-                                         int64_t from, int64_t size, uint16_t* w) {
-  const int64_t registers = (size + kPairs - 1) / kPairs;
-  for (int64_t a = 0; a < (outs + 3) / 4 * 4; a++) {
-    uint16_t* to = w + a / 4 * 4 * registers * kPairs + a % 4 * kPairs;
-    const int64_t output = o + std::min(a, outs - 1);
-    const Effective own(p, slot, output);
-    for (int64_t i = 0; i < size; i += kPairs) {
-      __m512i v;
-      if (slot < 0) {
-        v = _mm512_maskz_loadu_epi16(size - i < kPairs ? (1u << (size - i)) - 1 : ~0u, own.w + from + i);
-      } else {
-        v = (__m512i)_mm512_cvtne2ps_pbh(own.at(from + i + kLanes), own.at(from + i));
+// `size` inputs of `outs` outputs in bfloat16 as tiles want them: [halves][words][16 pairs][2][16][2].
+ZEN_AVX512_BF16 inline void prompt_weights(const Problem& p, int32_t slot, int64_t o, int64_t outs,
+                                           int64_t from, int64_t size, uint16_t* w) {
+  const int64_t words = (size + kStep - 1) / kStep, pair = kHalf * kStep;
+  for (int64_t part = 0; part * kLanes < outs; part++) {
+    uint16_t* to = w + part / kHalf * words * kLanes * pair + part % kHalf * kStep;
+    for (int64_t word = 0; word < words; word++) {
+      const int64_t at = from + word * kStep, left = std::min(kStep, p.inputs - at);
+      __m512i r[kLanes], turned[kLanes];
+      for (int64_t i = 0; i < kLanes; i++) {
+        const Effective own(p, slot, o + std::min(part * kLanes + i, outs - 1));
+        r[i] = slot < 0 ? _mm512_maskz_loadu_epi16(left < kStep ? (1u << left) - 1 : ~0u, own.w + at)
+                        : (__m512i)_mm512_cvtne2ps_pbh(own.at(at + kLanes), own.at(at));
       }
-      _mm512_store_si512(to + i * 4, v);
+      turn(r, turned);
+#pragma GCC unroll 16
+      for (int64_t k = 0; k < kLanes; k++) _mm512_store_si512(to + (word * kLanes + k) * pair, turned[k]);
     }
   }
 }
 
-// `count` rows' `size` inputs from `from` on in bfloat16 as one stream: [registers][count][32].
-ZEN_AVX512 inline void bf16_rows(const Problem& p, const uint16_t* x, const int64_t* rows,
-                                 int64_t count, int64_t from, int64_t size, uint16_t* to) {
-  for (int64_t b = 0; b < count; b++) {
-    const uint16_t* row = x + rows[b] * p.inputs + from;
-    for (int64_t i = 0; i < size; i += kPairs) {
-      const __mmask32 k = size - i < kPairs ? (1u << (size - i)) - 1 : ~0u;
-      _mm512_store_si512(to + i * count + b * kPairs, _mm512_maskz_loadu_epi16(k, row + i));
+// All codes of a block of one variant and level, from byte `begin` on: [halves][words of size][2].
+ZEN_AVX512 inline void prompt_codes(const Problem& p, int64_t at, int64_t outs, int64_t begin, int64_t size,
+                                    Codes* to) {
+  alignas(64) uint32_t words[kWords * kLanes];
+  const uint8_t* rows[kPromptParts][kLanes];
+  sign_rows<kPromptParts>(p, at, outs, rows);
+  const int64_t count = (size + kStep - 1) / kStep, end = begin + (size + 7) / 8;
+  for (int64_t from = begin; from < end; from += 4 * kWords) {
+    const int64_t bytes = std::min(4 * kWords, end - from), first = (from - begin) / 4;
+    for (int g = 0; g < kPromptParts; g++) {
+      turn_some(rows[g], from, bytes, words);
+      for (int64_t j = 0; j < (bytes + 3) / 4; j++)
+        to[(g / kHalf * count + first + j) * kHalf + g % kHalf] = codes_of(words + j * kLanes);
     }
   }
 }
 
-// Four outputs of ROWS rows over some inputs, added to y unless they are the first.
+// Up to six rows of one party: their inputs as one stream [words][count][32], and their tables.
+struct PromptTile {
+  size_t party;
+  const int64_t* rows;
+  int64_t count;
+  uint16_t* x;
+  int64_t entry;  // of the first row, whose the others' follow; -1 where there are none
+};
+
+// All rows, laid out for the tiles.
+class PromptTiles {
+ public:
+  PromptTiles(const Problem& p, const std::vector<Party>& all, const Tables& tables, Scratch& scratch) : p_(p) {
+    uint16_t* x = scratch.get<uint16_t>(p.rows * p.steps() * kStep);
+    for (size_t i = 0; i < all.size(); i++) {
+      int64_t entry = -1;
+      for (const Group& group : tables.groups())
+        if (group.slot == all[i].slot) entry = group.begin;
+      const int64_t n = all[i].rows.size(), tiles = (n + kTileRows - 1) / kTileRows;
+      for (int64_t t = 0; t < tiles; t++) {
+        const int64_t first = t * n / tiles, count = (t + 1) * n / tiles - first;
+        tiles_.push_back({i, all[i].rows.data() + first, count, x, entry < 0 ? -1 : entry + first});
+        x += count * p.steps() * kStep;
+      }
+    }
+  }
+
+  int64_t count() const { return static_cast<int64_t>(tiles_.size()); }
+  const PromptTile& operator[](int64_t i) const { return tiles_[i]; }
+
+  ZEN_AVX512 void fill(int64_t i, Tables& tables) const {
+    const PromptTile& tile = tiles_[i];
+    for (int64_t b = 0; b < tile.count; b++) {
+      const uint16_t* x = p_.x16 + tile.rows[b] * p_.inputs;
+      for (int64_t s = 0; s < p_.steps(); s++) {
+        const int64_t left = p_.inputs - s * kStep;
+        const __mmask32 k = left < kStep ? (1u << left) - 1 : ~0u;
+        _mm512_store_si512(tile.x + (s * tile.count + b) * kStep, _mm512_maskz_loadu_epi16(k, x + s * kStep));
+      }
+      if (tile.entry >= 0) tables.fill(tile.entry + b);
+    }
+  }
+
+ private:
+  const Problem& p_;
+  std::vector<PromptTile> tiles_;
+};
+
+// What a tile is multiplied with: `words` of 32 inputs from word `from` on.
+struct PromptPart {
+  const uint16_t* w;     // as prompt_weights leaves them, of one half
+  const Codes* codes;    // as prompt_codes does
+  const Entry* entries;  // of the tile's rows
+  int64_t from, words;
+  int64_t at, o, outs;  // where the outputs' scales begin, the outputs, and how many exist
+  bool first;           // nothing has been added to y yet
+};
+
 template <int ROWS>
-ZEN_AVX512_BF16 void prompt_tile(const Problem& p, const uint16_t* w, const uint16_t* x,
-                                 const int64_t* rows, int64_t o, int64_t outs, int64_t registers,
-                                 bool first) {
-  __m512 c[4][ROWS];
-  for (int b = 0; b < ROWS; b++)
-    for (int a = 0; a < 4; a++) c[a][b] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < registers; i++, w += 4 * kPairs, x += ROWS * kPairs) {
-    __m512i v[4];
-#pragma GCC unroll 8
-    for (int a = 0; a < 4; a++) {
-      v[a] = _mm512_load_si512(w + a * kPairs);
-      ZEN_KEEP(v[a]);
-    }
-#pragma GCC unroll 8
+ZEN_AVX512 inline void write_tile(const Problem& p, const PromptTile& tile, const PromptPart& part,
+                                  const __m512 (&c)[ROWS][kHalf], const __m512i (&sum)[ROWS][kHalf], bool signs) {
+#pragma GCC unroll 2
+  for (int g = 0; g < kHalf; g++) {
+    const int64_t count = std::clamp<int64_t>(part.outs - g * kLanes, 0, kLanes);
+    const __mmask16 k = (1u << count) - 1;
+    const __m512 alpha = signs ? _mm512_maskz_loadu_ps(k, p.scale + part.at + g * kLanes) : _mm512_setzero_ps();
+#pragma GCC unroll 6
     for (int b = 0; b < ROWS; b++) {
-      __m512i row = _mm512_load_si512(x + b * kPairs);
-      ZEN_KEEP(row);
-#pragma GCC unroll 8
-      for (int a = 0; a < 4; a++) c[a][b] = _mm512_dpbf16_ps(c[a][b], (__m512bh)v[a], (__m512bh)row);
+      float* y = p.y + tile.rows[b] * p.outputs + part.o + g * kLanes;
+      __m512 v = c[b][g];
+      if (signs) {
+        const __m512 term = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[b][g]), _mm512_set1_ps(part.entries[b].scale));
+        v = _mm512_add_ps(v, _mm512_mul_ps(term, alpha));
+      }
+      if (!part.first) v = _mm512_add_ps(_mm512_maskz_loadu_ps(k, y), v);
+      _mm512_mask_storeu_ps(y, k, v);
     }
   }
-  add_sums(p, c, rows, o, outs, first);
 }
 
-inline void prompt_rows(const Problem& p, const uint16_t* w, const uint16_t* x, const int64_t* rows,
-                        int64_t count, int64_t o, int64_t outs, int64_t registers, bool first) {
-  switch (count) {
-    case 6: return prompt_tile<6>(p, w, x, rows, o, outs, registers, first);
-    case 5: return prompt_tile<5>(p, w, x, rows, o, outs, registers, first);
-    case 4: return prompt_tile<4>(p, w, x, rows, o, outs, registers, first);
-    case 3: return prompt_tile<3>(p, w, x, rows, o, outs, registers, first);
-    case 2: return prompt_tile<2>(p, w, x, rows, o, outs, registers, first);
-    default: return prompt_tile<1>(p, w, x, rows, o, outs, registers, first);
+// What the coarse tables of the tile's rows add.
+template <int ROWS>
+ZEN_AVX512 inline __attribute__((always_inline)) void coarse_words(const PromptPart& part,
+                                                                   __m512i (&sum)[ROWS][kHalf]) {
+  const __m512i many = _mm512_set1_epi8(kCoarse);
+  const int64_t end = part.from + part.words;
+#pragma GCC unroll 6
+  for (int b = 0; b < ROWS; b++) {
+    const Entry& entry = part.entries[b];
+    const int32_t* last = entry.words + entry.count;
+    for (const int32_t* w = std::lower_bound(entry.words, last, part.from); w < last && *w < end; w++)
+      look_up<kHalf>(entry.coarse + *w * kTable, many, part.codes + (*w - part.from) * kHalf, sum[b]);
+  }
+}
+
+// 32 outputs of ROWS rows: the base's product, with a row's look-ups after some of the pairs of
+// inputs, or one of the two.
+template <int ROWS, bool kBase, bool kSigns>
+ZEN_AVX512_BF16 void prompt_tile(const Problem& p, const PromptTile& tile, const PromptPart& part) {
+  constexpr int kEvery = kLanes / ROWS;
+  const __m512i one = _mm512_set1_epi8(1);
+  __m512 c[ROWS][kHalf];
+  __m512i sum[ROWS][kHalf];
+#pragma GCC unroll 6
+  for (int b = 0; b < ROWS; b++)
+    for (int g = 0; g < kHalf; g++) c[b][g] = _mm512_setzero_ps(), sum[b][g] = _mm512_setzero_si512();
+  if (kSigns) coarse_words<ROWS>(part, sum);
+  const uint16_t *w = part.w, *x = tile.x + part.from * ROWS * kStep;
+  const Codes* codes = part.codes;
+  const int8_t* tables = kSigns ? part.entries[0].fine + part.from * kTable : nullptr;
+  const int64_t next = kSigns && ROWS > 1 ? part.entries[1].fine - part.entries[0].fine : 0;
+  for (int64_t word = 0; word < part.words; word++, x += ROWS * kStep, codes += kHalf, tables += kTable) {
+#pragma GCC unroll 16
+    for (int k = 0; k < kLanes; k++) {
+      if (kBase) {
+        __m512i v[kHalf];
+#pragma GCC unroll 2
+        for (int g = 0; g < kHalf; g++, w += kStep) {
+          v[g] = _mm512_load_si512(w);
+          ZEN_KEEP(v[g]);
+        }
+#pragma GCC unroll 6
+        for (int b = 0; b < ROWS; b++) {
+          int32_t two;
+          std::memcpy(&two, x + b * kStep + 2 * k, sizeof(two));
+          __m512i pair = _mm512_set1_epi32(two);
+          ZEN_KEEP(pair);
+#pragma GCC unroll 2
+          for (int g = 0; g < kHalf; g++)
+            c[b][g] = _mm512_dpbf16_ps(c[b][g], (__m512bh)v[g], (__m512bh)pair);
+        }
+      }
+      if (kSigns && k % kEvery == kEvery - 1 && k / kEvery < ROWS)
+        look_up<kHalf>(tables + k / kEvery * next, one, codes, sum[k / kEvery]);
+    }
+  }
+  write_tile<ROWS>(p, tile, part, c, sum, kSigns);
+}
+
+template <bool kBase, bool kSigns>
+void prompt_rows(const Problem& p, const PromptTile& tile, const PromptPart& part) {
+  switch (tile.count) {
+    case 6: return prompt_tile<6, kBase, kSigns>(p, tile, part);
+    case 5: return prompt_tile<5, kBase, kSigns>(p, tile, part);
+    case 4: return prompt_tile<4, kBase, kSigns>(p, tile, part);
+    case 3: return prompt_tile<3, kBase, kSigns>(p, tile, part);
+    case 2: return prompt_tile<2, kBase, kSigns>(p, tile, part);
+    default: return prompt_tile<1, kBase, kSigns>(p, tile, part);
   }
 }
 
@@ -177,94 +302,60 @@ class Rounding {
   std::vector<char> may_;
 };
 
-// The product of some rows with the weights of a slot (-1: the base's).
-inline void prompt_product(const Problem& p, const uint16_t* x, const std::vector<int64_t>& rows,
-                           int32_t slot, int64_t begin, int64_t outs) {
-  thread_local Scratch weights, inputs;
-  uint16_t* w = weights.get<uint16_t>((kPromptBlock + 4) * kWide);
-  uint16_t* tile = inputs.get<uint16_t>(kTileRows * kWide);
-  const int64_t n = rows.size(), tiles = (n + kTileRows - 1) / kTileRows;
-  for (int64_t from = 0; from < p.inputs && n; from += kWide) {
-    const int64_t size = std::min(kWide, p.inputs - from);
-    const int64_t registers = (size + kPairs - 1) / kPairs;
-    bf16_weights(p, slot, begin, outs, from, size, w);
-    for (int64_t t = 0; t < tiles; t++) {
-      const int64_t first = t * n / tiles, count = (t + 1) * n / tiles - first;
-      bf16_rows(p, x, rows.data() + first, count, from, size, tile);
-      for (int64_t a = 0; a < outs; a += 4)
-        prompt_rows(p, w + a * registers * kPairs, tile, rows.data() + first, count, begin + a,
-                    std::min<int64_t>(4, outs - a), registers, from == 0);
-    }
-  }
-}
+// One block of outputs and some inputs: weights and codes are made once for all tiles that want them.
+class PromptBlock {
+ public:
+  PromptBlock(const Problem& p, int64_t begin, int64_t outs, int64_t from)
+      : p_(p), begin_(begin), outs_(outs), from_(from), size_(std::min(kWide, p.inputs - from)),
+        words_((size_ + kStep - 1) / kStep) {}
 
-constexpr int kPromptParts = kPromptBlock / kLanes;
-
-// All codes of a block of one variant and level, made once for all of its rows: [words][parts].
-ZEN_AVX512 inline void all_codes(const Problem& p, int64_t at, int64_t outs, Codes* to) {
-  alignas(64) uint32_t words[kWords * kLanes];
-  const uint8_t* rows[kPromptParts][kLanes];
-  sign_rows<kPromptParts>(p, at, outs, rows);
-  for (int64_t from = 0; from < p.bytes; from += 4 * kWords) {
-    const int64_t bytes = std::min(4 * kWords, p.bytes - from);
-    for (int g = 0; g < kPromptParts; g++) {
-      turn_some(rows[g], from, bytes, words);
-      for (int64_t j = 0; j < (bytes + 3) / 4; j++)
-        to[(from / 4 + j) * kPromptParts + g] = codes_of(words + j * kLanes);
-    }
-  }
-}
-
-template <int ENTRIES>
-ZEN_AVX512 void prompt_signs(const Problem& p, const Entry* entries, int64_t at, int64_t o, int64_t outs,
-                             const Codes* codes) {
-  __m512i sum[ENTRIES][kPromptParts];
-  for (int e = 0; e < ENTRIES; e++)
-    for (int g = 0; g < kPromptParts; g++) sum[e][g] = _mm512_setzero_si512();
-  for (int64_t word = 0; word < (p.bytes + 3) / 4; word++, codes += kPromptParts) {
-    Codes own[kPromptParts];
-#pragma GCC unroll 4
-    for (int g = 0; g < kPromptParts; g++) own[g] = codes[g];
-    look_up<kPromptParts, ENTRIES>(entries, word, own, sum);
-  }
-  add_terms<kPromptParts, ENTRIES>(p, entries, at, o, outs, sum);
-}
-
-// All signs of a variant's rows.
-inline void prompt_group(const Problem& p, const Tables& tables, const Group& group, int64_t o,
-                         int64_t outs) {
-  thread_local Scratch scratch;
-  Codes* codes = scratch.get<Codes>((p.bytes + 3) / 4 * kPromptParts);
-  for (int64_t level = 0; level < p.levels; level++) {
-    const int64_t at = p.at(group.slot, level, o);
-    all_codes(p, at, outs, codes);
-    for (int64_t e = group.begin; e < group.end; e += 4) {
-      const Entry* entries = tables.entries() + e;
-      switch (std::min<int64_t>(group.end - e, 4)) {
-        case 4: prompt_signs<4>(p, entries, at, o, outs, codes); break;
-        case 3: prompt_signs<3>(p, entries, at, o, outs, codes); break;
-        case 2: prompt_signs<2>(p, entries, at, o, outs, codes); break;
-        default: prompt_signs<1>(p, entries, at, o, outs, codes);
+  // slot: whose effective weights are meant, or -1. signs: whose signs are looked up, or -1.
+  void multiply(const PromptTiles& tiles, const Tables& tables, int64_t first, int64_t last, int32_t slot,
+                int32_t signs) {
+    thread_local Scratch for_base, for_slot, for_codes;
+    uint16_t* w = (slot < 0 ? for_base : for_slot).get<uint16_t>(kPromptBlock * kWide);
+    if (slot >= 0 || !base_) prompt_weights(p_, slot, begin_, outs_, from_, size_, w);
+    base_ = base_ || slot < 0;
+    const int64_t levels = signs < 0 ? 0 : p_.levels, each = kPromptParts * words_;
+    Codes* codes = for_codes.get<Codes>(levels * each);
+    for (int64_t l = 0; l < levels; l++)
+      prompt_codes(p_, p_.at(signs, l, begin_), outs_, from_ / 8, size_, codes + l * each);
+    for (int64_t t = first; t < last; t++)
+      for (int64_t skip = 0; skip < outs_; skip += kHalf * kLanes) {
+        const Entry* entries = levels ? tables.entries() + tiles[t].entry : nullptr;
+        PromptPart part{w + skip * words_ * kStep, codes + skip / kLanes * words_, entries, from_ / kStep, words_,
+                        0, begin_ + skip, outs_ - skip, from_ == 0};
+        if (!levels) prompt_rows<true, false>(p_, tiles[t], part);
+        for (int64_t l = 0; l < levels; l++, part.codes += each, part.first = false) {
+          part.at = p_.at(signs, l, begin_ + skip);
+          if (l)
+            prompt_rows<false, true>(p_, tiles[t], part);
+          else
+            prompt_rows<true, true>(p_, tiles[t], part);
+        }
       }
+  }
+
+ private:
+  const Problem& p_;
+  int64_t begin_, outs_, from_, size_, words_;
+  bool base_ = false;  // whether the base's own weights have been laid out
+};
+
+// Outputs [begin, end) of share `share` of `shares` of each party's tiles.
+inline void bf16_prompt(const Problem& p, const std::vector<Party>& all, const Rounding& rounding,
+                        const PromptTiles& tiles, const Tables& tables, int64_t begin, int64_t end,
+                        int64_t share, int64_t shares) {
+  for (int64_t from = 0; from < p.inputs; from += kWide) {
+    PromptBlock block(p, begin, end - begin, from);
+    for (int64_t t = 0, last; t < tiles.count(); t = last) {
+      for (last = t; last < tiles.count() && tiles[last].party == tiles[t].party;) last++;
+      const int64_t first = t + share * (last - t) / shares, until = t + (share + 1) * (last - t) / shares;
+      const int32_t slot = all[tiles[t].party].slot;
+      const bool may = rounding.may(tiles[t].party, begin);
+      if (first < until) block.multiply(tiles, tables, first, until, may ? slot : -1, may ? -1 : slot);
     }
   }
-}
-
-// x: the rows in bfloat16 as they came, [rows, inputs].
-inline void bf16_prompt(const Problem& p, const uint16_t* x, const std::vector<Party>& all,
-                        const Rounding& rounding, const Tables& tables, int64_t begin, int64_t end) {
-  const int64_t outs = end - begin;
-  std::vector<int64_t> base;  // rows whose product is with W itself
-  for (size_t i = 0; i < all.size(); i++) {
-    if (rounding.may(i, begin))
-      prompt_product(p, x, all[i].rows, all[i].slot, begin, outs);
-    else
-      base.insert(base.end(), all[i].rows.begin(), all[i].rows.end());
-  }
-  prompt_product(p, x, base, -1, begin, outs);
-  for (size_t i = 0; i < all.size(); i++)
-    for (const Group& group : tables.groups())
-      if (group.slot == all[i].slot && !rounding.may(i, begin)) prompt_group(p, tables, group, begin, outs);
 }
 
 }  // namespace zen

@@ -36,14 +36,6 @@ class Scratch {
   size_t size_ = 0;
 };
 
-// Rows to bfloat16, to the nearest, ties to even; a NaN stays one.
-inline uint16_t narrow(float value) {
-  uint32_t wide;
-  std::memcpy(&wide, &value, sizeof(wide));
-  if (value != value) return uint16_t((wide >> 16) | 0x40);
-  return uint16_t((wide + 0x7FFF + (wide >> 16 & 1)) >> 16);
-}
-
 // T float: [tile][step][row of the tile][2][16], as two registers of a weight's step want it.
 // T uint16_t: [tile][step][row of the tile][32] in bfloat16.
 template <typename T>
@@ -58,12 +50,12 @@ class Rows {
     while (begin(t + 1) <= row) t++;
     while (begin(t) > row) t--;
     const int64_t count = begin(t + 1) - begin(t), whole = p_.inputs / kStep;
-    const float* x = p_.x + row * p_.inputs;
+    const T* x = source() + row * p_.inputs;
     T* to = memory_ + begin(t) * p_.steps() * kStep + (row - begin(t)) * kStep;
     for (int64_t s = 0; s < whole; s++, to += count * kStep, x += kStep) put(to, x);
     if (whole == p_.steps()) return;
-    float last[kStep] = {};
-    std::memcpy(last, x, (p_.inputs - whole * kStep) * sizeof(float));
+    T last[kStep] = {};
+    std::memcpy(last, x, (p_.inputs - whole * kStep) * sizeof(T));
     put(to, last);
   }
 
@@ -83,8 +75,11 @@ class Rows {
       to[kLanes + k] = x[2 * k + 1];
     }
   }
-  void put(uint16_t* to, const float* x) const {
-    for (int64_t k = 0; k < kStep; k++) to[k] = narrow(x[k]);
+  void put(uint16_t* to, const uint16_t* x) const { std::memcpy(to, x, kStep * sizeof(*to)); }
+
+  const T* source() const {
+    if constexpr (sizeof(T) == 4) return p_.x;
+    else return p_.x16;
   }
 
   const Problem& p_;

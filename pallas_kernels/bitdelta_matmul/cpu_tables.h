@@ -1,10 +1,13 @@
 // Products with signs by table: four inputs have 16 sums, looked up by four packed bits at once.
 //
-// A table's entry is +-x0 +-x1 +-x2 +-x3 in 8 bits, with one scale a row of x: the largest sum of
-// four is 127. What rounding leaves of a row is known beforehand: each group of four is off by a
-// step's uniform error, so that the whole is off by step sqrt(groups / 12) beside |x|. While that
-// is more than the error allowed, a further table holds what is left in steps of 1/254, up to
-// float32's own precision with three. Sums of entries are whole numbers, the same in any order.
+// A table's entry is a sum of four inputs with their signs, in steps of one size a row and in 8 bits.
+// What rounding leaves of a row is known beforehand: each group of four is off by a step's uniform
+// error, so that the whole is off by step sqrt(groups / 12) beside |x|. The step is such that the
+// largest sums of eight inputs are 126 steps, since two entries are added in 8 bits. Where the row
+// would then be off by more than the error allowed, steps are finer, and those words of 32 inputs
+// whose sums are larger have a coarse table as well, in steps 126 times as large: few words, since
+// few inputs are that large. A float32 base, which is there to be compared with, has four tables of
+// every word. Sums of entries are whole numbers, the same in any order.
 //
 // (Table look-up for low-bit weights: T-MAC, arXiv:2407.00088.)
 
@@ -17,16 +20,18 @@
 
 namespace zen {
 
-constexpr float kError = 0.015f;      // of the delta term, root mean square, over a bfloat16 base
-constexpr float kErrorExact = 1e-6f;  // over a float32 base, which is there to be compared with
-constexpr float kFiner = 254.0f;      // steps of a further table in one of the one before
-constexpr int kMostTables = 3;
-constexpr int64_t kTable = 128;       // bytes of the tables of 32 inputs
+constexpr float kError = 0.015f;  // of the delta term, root mean square, over a bfloat16 base
+constexpr int kCoarse = 126;      // steps of a table in one of the next coarser
+constexpr int64_t kTable = 128;   // bytes of the tables of 32 inputs
+constexpr int64_t kFilled = 64;   // inputs whose tables are made at once
 
-// One row's table and what it belongs to.
+// A row's tables and what they belong to.
 struct Entry {
-  const int8_t* table;  // [steps, 2, 4, 16]: low and high half of byte k, its 16 sums
-  float scale;
+  const int8_t* fine;    // [steps, 2, 4, 16]: low and high half of byte k, its 16 sums
+  const int8_t* coarse;  // the same of some words
+  const int32_t* words;  // which ones, rising
+  int64_t count;
+  float scale;  // the fine table's step
   int64_t row;
 };
 
@@ -36,14 +41,19 @@ struct Group {
   int64_t begin, end;
 };
 
-// Sums of four inputs with the signs of 16 codes, in this order of additions.
-inline void sums_of_four(const float* x, float* sums) {
-  for (int code = 0; code < 16; code++) {
-    float sum = code & 1 ? x[0] : -x[0];
-    for (int k = 1; k < 4; k++) sum += code >> k & 1 ? x[k] : -x[k];
-    sums[code] = sum;
-  }
-}
+// What is known of a row before its tables are made.
+struct Measure {
+  float most;     // the largest sum of eight magnitudes
+  float squares;  // the sum of all squares
+  float total;    // of all magnitudes; not finite where the row is not
+};
+
+// How a table is made: so many of its steps are 1, and which of two words it has.
+struct Filling {
+  float step, inverse;
+  bool has[2];
+  int8_t* to;
+};
 
 // Where the table of a group of four inputs lies.
 inline int64_t table_at(int64_t group) {
@@ -51,50 +61,151 @@ inline int64_t table_at(int64_t group) {
   return step * kTable + (part & 1) * 64 + (part >> 1) * 16;
 }
 
-// How a row's tables are made: table d counts in steps of step[d].
-struct Steps {
-  float step[kMostTables], inverse[kMostTables];
-  int count;
-};
+// Sums of four inputs with the signs of 16 codes, in this order of additions.
+inline void sums_of_four(const float* x, float* sums) {
+  for (int code = 0; code < 16; code++)
+    sums[code] = ((code & 1 ? x[0] : -x[0]) + (code & 2 ? x[1] : -x[1])) +
+                 ((code & 4 ? x[2] : -x[2]) + (code & 8 ? x[3] : -x[3]));
+}
 
-inline int8_t rounded(float value) { return static_cast<int8_t>(std::nearbyintf(value)); }
+// Measures 64 inputs: lanes [16] of sums and squares, and the largest sum of each of two words.
+inline void plain_measure(const float* x, float* total, float* squares, float* most) {
+  for (int64_t g = 0; g < kLanes; g += 2) {
+    float eight = 0;
+    for (int64_t h = g; h < g + 2; h++) {
+      const float* v = x + 4 * h;
+      const float four = (std::fabs(v[0]) + std::fabs(v[1])) + (std::fabs(v[2]) + std::fabs(v[3]));
+      eight += four;
+      total[h] += four;
+      for (int k = 0; k < 4; k++) squares[h] += v[k] * v[k];
+    }
+    most[g / 8] = std::max(most[g / 8], eight);
+  }
+}
 
-// tables: one behind the other, `bytes` each.
-inline void plain_fill(const float* x, int64_t groups, const Steps& steps, int8_t* tables, int64_t bytes) {
-  for (int64_t g = 0; g < groups; g++) {
+// The tables of 64 inputs, the coarsest first: each takes what the ones before leave.
+inline void plain_fill(const float* x, const Filling* tables, int count) {
+  for (int64_t g = 0; g < kLanes; g++) {
     float left[16];
     sums_of_four(x + 4 * g, left);
-    for (int code = 0; code < 16; code++)
-      for (int d = 0; d < steps.count; d++) {
-        const int8_t q = rounded(left[code] * steps.inverse[d]);
-        tables[d * bytes + table_at(g) + code] = q;
-        left[code] = std::fma(-steps.step[d], float(q), left[code]);
+    for (int d = 0; d < count; d++) {
+      const Filling& table = tables[d];
+      if (!table.has[g / 8]) continue;
+      for (int code = 0; code < 16; code++) {
+        const float q = std::nearbyintf(left[code] * table.inverse);
+        table.to[table_at(g) + code] = static_cast<int8_t>(q);
+        left[code] = std::fma(-table.step, q, left[code]);
       }
+    }
   }
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) inline void avx512_fill(
-    const float* x, int64_t groups, const Steps& steps, int8_t* tables, int64_t bytes) {
-  __mmask16 minus[4];
+#define ZEN_TABLES __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi")))
+
+// 64 inputs as four registers: input 4 g + k is lane g of register k.
+ZEN_TABLES inline void turn_fours(const float* x, __m512 (&to)[4]) {
+  const __m512i low = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(2));
+  const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
+  const __m512 c = _mm512_loadu_ps(x + 32), d = _mm512_loadu_ps(x + 48);
+  const __m512 ab = _mm512_permutex2var_ps(a, low, b), cd = _mm512_permutex2var_ps(c, low, d);
+  const __m512 ef = _mm512_permutex2var_ps(a, high, b), gh = _mm512_permutex2var_ps(c, high, d);
+  to[0] = _mm512_shuffle_f32x4(ab, cd, 0x44);
+  to[1] = _mm512_shuffle_f32x4(ab, cd, 0xEE);
+  to[2] = _mm512_shuffle_f32x4(ef, gh, 0x44);
+  to[3] = _mm512_shuffle_f32x4(ef, gh, 0xEE);
+}
+ZEN_TABLES inline void turn_fours(const uint16_t* x, __m512 (&to)[4]) {
+  const __m512i even =
+      _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  const __m512i upper = _mm512_set1_epi32(0xFFFF0000);
+  const __m512i a = _mm512_loadu_si512(x), b = _mm512_loadu_si512(x + 32);
+  const __m512i first = _mm512_permutex2var_epi32(a, even, b);
+  const __m512i second = _mm512_permutex2var_epi32(a, odd, b);
+  to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(first, 16));
+  to[1] = _mm512_castsi512_ps(_mm512_and_si512(first, upper));
+  to[2] = _mm512_castsi512_ps(_mm512_slli_epi32(second, 16));
+  to[3] = _mm512_castsi512_ps(_mm512_and_si512(second, upper));
+}
+
+// As plain_measure, but `most` in lanes: [8 j, 8 j + 8) are word j's.
+ZEN_TABLES inline void avx512_measure(const __m512 (&x)[4], __m512& total, __m512& squares, __m512& most) {
+  __m512 size[4];
+#pragma GCC unroll 4
   for (int k = 0; k < 4; k++) {
-    minus[k] = 0;
-    for (int code = 0; code < 16; code++) minus[k] |= (code >> k & 1 ? 0 : 1) << code;
+    size[k] = _mm512_abs_ps(x[k]);
+    squares = _mm512_add_ps(squares, _mm512_mul_ps(x[k], x[k]));
   }
-  const __m512i sign = _mm512_set1_epi32(0x80000000);
-  for (int64_t g = 0; g < groups; g++) {
-    __m512 left;
-    for (int k = 0; k < 4; k++) {
-      const __m512i v = _mm512_castps_si512(_mm512_set1_ps(x[4 * g + k]));
-      const __m512 signed_x = _mm512_castsi512_ps(_mm512_mask_xor_epi32(v, minus[k], v, sign));
-      left = k ? _mm512_add_ps(left, signed_x) : signed_x;
+  const __m512 four = _mm512_add_ps(_mm512_add_ps(size[0], size[1]), _mm512_add_ps(size[2], size[3]));
+  total = _mm512_add_ps(total, four);
+  most = _mm512_max_ps(most, _mm512_add_ps(four, _mm512_permute_ps(four, 0xB1)));
+}
+
+// Of the 16 codes of a group the sums of 0 to 7; 15 - c has the opposite of c's. Code 0 has its
+// opposite here.
+ZEN_TABLES inline void half_of_sums(const __m512 (&x)[4], __m512 (&sums)[8]) {
+  const __m512 p = _mm512_add_ps(x[0], x[1]), m = _mm512_sub_ps(x[0], x[1]);
+  const __m512 n = _mm512_add_ps(x[2], x[3]), k = _mm512_sub_ps(x[2], x[3]);
+  const __m512 minus_m = _mm512_sub_ps(x[1], x[0]);
+  sums[0] = _mm512_add_ps(p, n);
+  sums[1] = _mm512_sub_ps(m, n);
+  sums[2] = _mm512_sub_ps(minus_m, n);
+  sums[3] = _mm512_sub_ps(p, n);
+  sums[4] = _mm512_sub_ps(k, p);
+  sums[5] = _mm512_add_ps(m, k);
+  sums[6] = _mm512_add_ps(minus_m, k);
+  sums[7] = _mm512_add_ps(p, k);
+}
+
+// Where the bytes of a table lie in two registers of packed sums, and which are opposites.
+struct Packing {
+  alignas(64) uint8_t from[2][64];  // of a word's even groups and of its odd ones
+  uint64_t minus;
+
+  Packing() : minus(0) {
+    for (int b = 0; b < 64; b++) {
+      const int code = b % 16, half = code < 8 ? code : 15 - code;
+      if ((code >= 8) != (half == 0)) minus |= uint64_t{1} << b;
+      for (int odd = 0; odd < 2; odd++) {
+        const int part = 2 * (b / 16) + odd;
+        from[odd][b] = half / 4 * 64 + part / 4 * 16 + half % 4 * 4 + part % 4;
+      }
     }
-    for (int d = 0; d < steps.count; d++) {
-      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(left, _mm512_set1_ps(steps.inverse[d])));
-      __m128i* to = reinterpret_cast<__m128i*>(tables + d * bytes + table_at(g));
-      _mm_storeu_si128(to, _mm512_cvtepi32_epi8(q));
-      left = _mm512_fmadd_ps(_mm512_set1_ps(-steps.step[d]), _mm512_cvtepi32_ps(q), left);
+  }
+};
+
+ZEN_TABLES inline void avx512_pack(const __m512i (&q)[8], const Filling& table) {
+  static const Packing packing;
+  const __m512i a = _mm512_packs_epi16(_mm512_packs_epi32(q[0], q[1]), _mm512_packs_epi32(q[2], q[3]));
+  const __m512i b = _mm512_packs_epi16(_mm512_packs_epi32(q[4], q[5]), _mm512_packs_epi32(q[6], q[7]));
+#pragma GCC unroll 2
+  for (int word = 0; word < 2; word++)
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {
+      __m512i from = _mm512_load_si512(packing.from[odd]);
+      if (word) from = _mm512_or_si512(from, _mm512_set1_epi8(32));
+      __m512i t = _mm512_permutex2var_epi8(a, from, b);
+      t = _mm512_mask_sub_epi8(t, packing.minus, _mm512_setzero_si512(), t);
+      _mm512_store_si512(table.to + word * kTable + odd * 64, t);
     }
+}
+
+ZEN_TABLES inline void avx512_fill(const __m512 (&x)[4], const Filling* tables, int count) {
+  __m512 left[8];
+  half_of_sums(x, left);
+  for (int d = 0; d < count; d++) {
+    const Filling& table = tables[d];
+    const __mmask16 has = (table.has[0] ? 0xFF : 0) | (table.has[1] ? 0xFF00 : 0);
+    const __m512 inverse = _mm512_set1_ps(table.inverse), step = _mm512_set1_ps(-table.step);
+    __m512i q[8];
+#pragma GCC unroll 8
+    for (int c = 0; c < 8; c++) {
+      q[c] = _mm512_maskz_cvtps_epi32(has, _mm512_mul_ps(left[c], inverse));
+      if (d + 1 < count) left[c] = _mm512_fmadd_ps(step, _mm512_cvtepi32_ps(q[c]), left[c]);
+    }
+    avx512_pack(q, table);
   }
 }
 #endif
@@ -102,95 +213,154 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) inline void avx512
 // All rows' tables, grouped by variant; rows of the base have none.
 class Tables {
  public:
-  // fill(i) has to be called for every i below rows(), in any order, and finish() then.
+  // fill(i) has to be called once for every i below rows(), in any order, before tables are used.
   // wanted: says of a slot whether its rows need tables.
   template <typename Wanted>
   Tables(const Problem& p, bool avx512, Scratch& scratch, const Wanted& wanted)
-      : p_(p), avx512_(avx512) {
+      : p_(p), avx512_(avx512), entries_a_row_(p.w_bf16 ? 1 : 2) {
     for (int64_t r = 0; r < p.rows; r++)
       if (p.slot(r) >= 0 && wanted(p.slot(r))) order_.push_back(r);
     std::stable_sort(order_.begin(), order_.end(),
                      [&p](int64_t a, int64_t b) { return p.slot(a) < p.slot(b); });
-    bytes_ = p.steps() * kTable;
-    memory_ = scratch.get<int8_t>(kMostTables * rows() * bytes_);
-    steps_.resize(order_.size());
+    bytes_ = (p.steps() + 1) / 2 * 2 * kTable;
+    const int64_t each = 2 * bytes_ + (p.steps() * 4 + 63) / 64 * 64;
+    entries_.resize(rows() * entries_a_row_);
+    int8_t* memory = scratch.get<int8_t>(static_cast<int64_t>(entries_.size()) * each);
+    for (size_t e = 0; e < entries_.size(); e++, memory += each) {
+      const int64_t row = order_[e / entries_a_row_], at = static_cast<int64_t>(e);
+      const auto* words = reinterpret_cast<const int32_t*>(memory + 2 * bytes_);
+      entries_[e] = {memory, memory + bytes_, words, 0, 0, row};
+      if (groups_.empty() || groups_.back().slot != p.slot(row)) groups_.push_back({p.slot(row), at, at});
+      groups_.back().end = at + 1;
+    }
   }
 
   int64_t rows() const { return static_cast<int64_t>(order_.size()); }
-
-  void fill(int64_t i) {
-    const float* x = p_.x + order_[i] * p_.inputs;
-    int8_t* tables = memory_ + kMostTables * i * bytes_;
-    steps_[i] = measure(x);
-    if (!(steps_[i].step[0] > 0)) {  // nothing to count
-      std::memset(tables, 0, bytes_);
-      return;
-    }
-    const int64_t whole = p_.inputs / kStep * 8;
-    groups(x, whole, steps_[i], tables);
-    if (whole * 4 == p_.inputs) return;
-    float last[kStep] = {};
-    std::memcpy(last, x + 4 * whole, (p_.inputs - 4 * whole) * sizeof(float));
-    groups(last, 8, steps_[i], tables + whole / 8 * kTable);
-  }
-
-  void finish() {
-    for (int64_t i = 0; i < rows(); i++) {
-      const int64_t r = order_[i];
-      if (groups_.empty() || groups_.back().slot != p_.slot(r))
-        groups_.push_back({p_.slot(r), count(), count()});
-      for (int d = 0; d < steps_[i].count; d++)
-        entries_.push_back({memory_ + (kMostTables * i + d) * bytes_, steps_[i].step[d], r});
-      groups_.back().end = count();
-    }
-  }
-
   const std::vector<Group>& groups() const { return groups_; }
   const Entry* entries() const { return entries_.data(); }
 
- private:
-  int64_t count() const { return static_cast<int64_t>(entries_.size()); }
-
-  void groups(const float* x, int64_t count, const Steps& steps, int8_t* tables) const {
+  void fill(int64_t i) {
+    Entry* entries = entries_.data() + i * entries_a_row_;
 #if defined(__x86_64__)
-    if (avx512_) return avx512_fill(x, count, steps, tables, bytes_);
+    if (avx512_ && p_.x16) return fill_row<Wide>(entries, p_.x16 + order_[i] * p_.inputs);
+    if (avx512_) return fill_row<Wide>(entries, p_.x + order_[i] * p_.inputs);
 #endif
-    plain_fill(x, count, steps, tables, bytes_);
+    fill_row<Plain>(entries, p_.x + order_[i] * p_.inputs);
   }
 
-  // How fine a row's tables have to be. A row that is not finite has no product: the base's sum is
-  // not finite either.
-  Steps measure(const float* x) const {
-    float most = 0, squares = 0;
-    bool finite = true;
-    for (int64_t i = 0; i < p_.inputs; i += 4) {
-      float v[4] = {};
-      for (int64_t k = 0; k < std::min<int64_t>(4, p_.inputs - i); k++) v[k] = x[i + k];
-      const float sum = std::fabs(v[0]) + std::fabs(v[1]) + std::fabs(v[2]) + std::fabs(v[3]);
-      const float four = v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3];
-      finite = finite && std::isfinite(sum);
-      most = std::max(most, sum);
-      squares += four;
+ private:
+  // What 64 inputs are measured and filled with.
+  struct Plain {
+    static void measure(const float* x, float* total, float* squares, float* most) {
+      plain_measure(x, total, squares, most);
     }
-    if (!finite) return {{NAN}, {0}, 1};
-    if (most < 1e-30f) return {{0}, {0}, 1};
-    const float allowed = p_.w_bf16 ? kError : kErrorExact;
-    const float off = std::sqrt((p_.inputs / 4 + 1) / (12 * squares));  // of a step, beside |x|
-    Steps steps{{most / 127}, {127 / most}, 1};
-    for (int d = 1; d < kMostTables && off * steps.step[d - 1] > allowed; d = steps.count) {
-      steps.step[d] = steps.step[d - 1] / kFiner;
-      steps.inverse[d] = steps.inverse[d - 1] * kFiner;
-      steps.count = d + 1;
+    static void fill(const float* x, const Filling* tables, int count) { plain_fill(x, tables, count); }
+  };
+#if defined(__x86_64__)
+  struct Wide {
+    template <typename X>
+    ZEN_TABLES static void measure(const X* x, float* total, float* squares, float* most) {
+      __m512 fours[4], t = _mm512_loadu_ps(total), s = _mm512_loadu_ps(squares);
+      __m512 m = _mm512_setzero_ps();
+      turn_fours(x, fours);
+      avx512_measure(fours, t, s, m);
+      _mm512_storeu_ps(total, t);
+      _mm512_storeu_ps(squares, s);
+      most[0] = std::max(most[0], _mm512_mask_reduce_max_ps(0x00FF, m));
+      most[1] = std::max(most[1], _mm512_mask_reduce_max_ps(0xFF00, m));
     }
-    return steps;
+    template <typename X>
+    ZEN_TABLES static void fill(const X* x, const Filling* tables, int count) {
+      __m512 fours[4];
+      turn_fours(x, fours);
+      avx512_fill(fours, tables, count);
+    }
+  };
+#endif
+
+  // Calls each(64 inputs, number of their first word) for a row, zeros behind its end.
+  template <typename X, typename Each>
+  void by_64(const X* x, const Each& each) const {
+    int64_t i = 0;
+    for (; i + kFilled <= p_.inputs; i += kFilled) each(x + i, i / kStep);
+    if (i == p_.inputs) return;
+    X last[kFilled] = {};
+    std::memcpy(last, x + i, (p_.inputs - i) * sizeof(X));
+    each(last, i / kStep);
+  }
+
+  template <typename By, typename X>
+  void fill_row(Entry* entries, const X* x) const {
+    thread_local std::vector<float> most_of_word;
+    std::vector<float>& most = most_of_word;
+    most.assign(p_.steps() + 1, 0.0f);
+    float totals[kLanes] = {}, squares[kLanes] = {};
+    by_64(x, [&](const X* at, int64_t word) { By::measure(at, totals, squares, most.data() + word); });
+    const Measure all{*std::max_element(most.begin(), most.end()), across(squares), across(totals)};
+    std::vector<char>& listed = choose(entries, all, most);
+    if (!(entries->scale > 0)) return;
+    by_64(x, [&](const X* at, int64_t word) {
+      Filling tables[4];
+      int count = 0;
+      for (int e = 0; e < entries_a_row_; e++)
+        for (int fine = 0; fine < 2; fine++) {
+          const Entry& entry = entries[e];
+          const float step = fine ? entry.scale : entry.scale * kCoarse;
+          const bool first = fine || listed[word], second = fine || listed[word + 1];
+          int8_t* to = const_cast<int8_t*>(fine ? entry.fine : entry.coarse) + word * kTable;
+          if (first || second) tables[count++] = {step, 1 / step, {first, second}, to};
+        }
+      By::fill(at, tables, count);
+    });
+  }
+
+  // Sets the scales of a row's entries and lists the words that have coarse tables. A row that is
+  // not finite has no product: the base's sum is not finite either.
+  std::vector<char>& choose(Entry* entries, const Measure& all, const std::vector<float>& most) const {
+    thread_local std::vector<char> listed;
+    listed.assign(most.size() + 1, 0);
+    const bool finite = std::isfinite(all.total);
+    if (!finite || all.most < 1e-30f) {
+      for (int e = 0; e < entries_a_row_; e++) {
+        std::memset(const_cast<int8_t*>(entries[e].fine), 0, bytes_);
+        entries[e].scale = finite ? 0.0f : NAN;
+        entries[e].count = 0;
+      }
+      return listed;
+    }
+    float fine = all.most;  // what the fine table reaches
+    if (p_.w_bf16) {
+      const float allowed = kError * std::sqrt(12 * all.squares / (p_.inputs / 4 + 1));
+      if (!(all.most <= kCoarse * allowed)) {
+        fine = all.most / kCoarse;
+        for (const float m : most)
+          if (m <= kCoarse * allowed) fine = std::max(fine, m);
+      }
+      entries[0].scale = fine / kCoarse;
+    } else {
+      constexpr float kSquare = kCoarse * kCoarse;
+      entries[1].scale = std::max(all.most / (kSquare * kSquare), 1e-36f);
+      entries[0].scale = entries[1].scale * kSquare;
+      fine = -1;  // every word has all tables
+    }
+    int32_t* words[2];
+    for (int e = 0; e < entries_a_row_; e++) {
+      words[e] = const_cast<int32_t*>(entries[e].words);
+      entries[e].count = 0;
+      for (int64_t w = 0; w < p_.steps(); w++)
+        if (most[w] > fine) {
+          words[e][entries[e].count++] = static_cast<int32_t>(w);
+          listed[w] = 1;
+        }
+    }
+    return listed;
   }
 
   const Problem& p_;
   bool avx512_;
+  int entries_a_row_;
   int64_t bytes_;
-  int8_t* memory_;
   std::vector<int64_t> order_;
-  std::vector<Steps> steps_;
   std::vector<Entry> entries_;
   std::vector<Group> groups_;
 };
