@@ -7,7 +7,7 @@ the queue (test_scheduler), log-probabilities of prompts in parts (test_worker).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,16 @@ async def until_nothing_is_left(server: ZenServer) -> None:
         held = [count for v in seen.variants for count in (v.leases, v.waiting)]
         return [seen.rows_in_use, seen.waiting, *held]
 
+    await until(lambda: not any(left()))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what comes by itself."""
     async with asyncio.timeout(20):
-        while any(left()):
-            await asyncio.sleep(0.005)
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.001)
 
 
 async def started(stream: Any) -> Any:
@@ -74,9 +81,7 @@ async def test_an_abort_leaves_nothing_wherever_the_request_was(server, client):
     without_slot = [client.stream("zen4-french", "ab\n", **LONG) for _ in range(3)]
     streams = [*crowd, *with_slot, *without_slot]
     asking = [asyncio.ensure_future(started(stream)) for stream in streams]
-    async with asyncio.timeout(20):
-        while server.worker.snapshot().waiting < CROWD // 2:
-            await asyncio.sleep(0.001)
+    await until(lambda: server.worker.snapshot().waiting >= CROWD // 2)
     at_once = client.stream("base", "ab\n", **LONG)
     at_once.cancel()
     assert server.worker.snapshot().rows_in_use == ROWS
@@ -97,9 +102,7 @@ async def test_a_client_that_goes_away_frees_its_rows(server, client, reads):
     request = pb.GenerateRequest(model="zen4-math", prompt="1+1\n")
     request.sampling.max_tokens, request.sampling.ignore_eos = 120, True
     calls = [stub.Generate(request) for _ in range(ROWS)]
-    async with asyncio.timeout(20):
-        while server.worker.snapshot().rows_in_use < ROWS:
-            await asyncio.sleep(0.001)
+    await until(lambda: server.worker.snapshot().rows_in_use == ROWS)
     if reads:
         await calls[0].read()
     await channel.close()
