@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cpu_build
+from pallas_kernels import cpu_build, target
 from pallas_kernels.bitdelta_matmul import reference
 from pallas_kernels.bitdelta_matmul.bank import SignBank
 
@@ -29,11 +29,14 @@ _TARGETS = {
 }
 
 
-@functools.cache
 def available() -> bool:
-    """Whether the kernel was built and this process computes on the CPU."""
-    if jax.default_backend() != "cpu":
-        return False
+    """Whether the kernel was built and what is traced is for the CPU."""
+    return target.platform() == "cpu" and built()
+
+
+@functools.cache
+def built() -> bool:
+    """Whether there is a library; it is made known to XLA."""
     library = cpu_build.load("bitdelta_matmul")
     if library is None:
         return False

@@ -10,13 +10,13 @@ it where the bank is in their order; it is decided when a program is traced.
 and whatever their variants, so that a request's numbers do not depend on its company.
 """
 
-import functools
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import target
 from pallas_kernels.bitdelta_matmul import cpu, reference
 from pallas_kernels.bitdelta_matmul.bank import SignBank, check_bank, check_rows, check_slots
 
@@ -234,10 +234,9 @@ def _kernels(bank: Any, w: jax.Array) -> tuple[Any, "KernelBank"]:
     return mosaic, mosaic.to_kernel_order(bank.bits, bank.scale, w)
 
 
-@functools.cache
 def _interpreter() -> Any:
-    """Parameters of the interpreter where there is no card, else None."""
-    if jax.default_backend() == "gpu":
+    """Parameters of the interpreter where it is not for a card, else None."""
+    if target.platform() == "gpu":
         return None
     from jax.experimental.pallas import mosaic_gpu
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cpu_build
+from pallas_kernels import cpu_build, target
 
 _TARGETS = {"zen_decode_attention": "ZenDecodeAttention", "zen_rms_norm": "ZenRmsNorm"}
 
@@ -18,11 +18,14 @@ _TARGETS = {"zen_decode_attention": "ZenDecodeAttention", "zen_rms_norm": "ZenRm
 PLAIN, AVX2, AVX512 = 0, 1, 2
 
 
-@functools.cache
 def available() -> bool:
-    """Whether the kernel was built and this process computes on the CPU."""
-    if jax.default_backend() != "cpu":
-        return False
+    """Whether the kernel was built and what is traced is for the CPU."""
+    return target.platform() == "cpu" and built()
+
+
+@functools.cache
+def built() -> bool:
+    """Whether there is a library; it is made known to XLA."""
     library = cpu_build.load("decode_attention")
     if library is None:
         return False

@@ -313,7 +313,7 @@ def test_without_the_library_xla_does_it_and_says_so_once(monkeypatch, caplog) -
     arguments = case(Shape(2, 20, 1, 2, 8))
     monkeypatch.setattr(cpu_build, "library_path", lambda kernel: Path("/nowhere/kernel.so"))
     cpu_build.load.cache_clear()
-    cpu.available.cache_clear()
+    cpu.built.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert "zen_" not in lowered(arguments).as_text()
         assert "zen_" not in lowered(arguments).as_text()
@@ -324,7 +324,7 @@ def test_without_the_library_xla_does_it_and_says_so_once(monkeypatch, caplog) -
         ops.rms_norm(jnp.zeros((1, 4)), jnp.ones((1, 4)), EPS, "cpu")
     monkeypatch.undo()
     cpu_build.load.cache_clear()
-    cpu.available.cache_clear()
+    cpu.built.cache_clear()
     assert cpu.available()
 
 

@@ -266,7 +266,7 @@ def test_auto_takes_the_kernel_where_it_has_a_form() -> None:
 def test_without_the_library_xla_does_it_and_says_so_once(monkeypatch, caplog) -> None:
     monkeypatch.setattr(cpu_build, "library_path", lambda kernel: Path("/nowhere/kernel.so"))
     cpu_build.load.cache_clear()
-    cpu.available.cache_clear()
+    cpu.built.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert "zen_bitdelta_matmul" not in program("mixed", 6) and "zen" not in program("one", 7)
     assert caplog.text.count("is not built") == 1
@@ -274,7 +274,7 @@ def test_without_the_library_xla_does_it_and_says_so_once(monkeypatch, caplog) -
         ops.base_matmul(jnp.zeros((1, 8)), jnp.zeros((4, 8)), prompt=False, implementation="cpu")
     monkeypatch.undo()
     cpu_build.load.cache_clear()
-    cpu.available.cache_clear()
+    cpu.built.cache_clear()
     assert cpu.available()
 
 
