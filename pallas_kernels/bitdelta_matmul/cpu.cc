@@ -58,10 +58,29 @@ void each_block(const Problem& p, ffi::ThreadPool& pool, const Each& each) {
   });
 }
 
+// A product's blocks of outputs: whole ones, and so that threads end together what is left over in
+// as many parts as there are threads.
+class Blocks {
+ public:
+  explicit Blocks(const Problem& p) : outputs_(p.outputs) {
+    whole_ = p.outputs / (p.threads * kBlock) * p.threads;
+    const int64_t left = outputs_ - whole_ * kBlock, each = (left + p.threads - 1) / p.threads;
+    part_ = (each + kLanes - 1) / kLanes * kLanes;
+    count_ = whole_ + (left ? (left + part_ - 1) / part_ : 0);
+  }
+  int64_t count() const { return count_; }
+  int64_t begin(int64_t i) const {
+    return std::min(outputs_, std::min(i, whole_) * kBlock + std::max<int64_t>(i - whole_, 0) * part_);
+  }
+
+ private:
+  int64_t outputs_, whole_, part_, count_;
+};
+
 // Lays rows out and makes their tables, and then block after block of outputs.
 template <typename T, typename Each>
 void in_blocks(const Problem& p, Rows<T>& rows, Tables& tables, ffi::ThreadPool& pool, const Each& each) {
-  const int64_t before = p.rows + tables.rows(), blocks = (p.outputs + kBlock - 1) / kBlock;
+  const Blocks blocks(p);
   const bool alone = p.rows * p.inputs * p.outputs <= kParallelWork;
   const auto prepare = [&](int64_t i) {
     if (i < tables.rows())
@@ -69,8 +88,8 @@ void in_blocks(const Problem& p, Rows<T>& rows, Tables& tables, ffi::ThreadPool&
     else
       rows.fill(i - tables.rows());
   };
-  const auto block = [&](int64_t b) { each(b * kBlock, std::min(p.outputs, (b + 1) * kBlock)); };
-  share_out_after(pool, before, prepare, blocks, block, alone);
+  const auto block = [&](int64_t b) { each(blocks.begin(b), blocks.begin(b + 1)); };
+  share_out_after(pool, p.rows + tables.rows(), prepare, blocks.count(), block, alone);
 }
 
 void few(Problem p, bool portable, ffi::ThreadPool& pool) {
@@ -98,11 +117,17 @@ void few(Problem p, bool portable, ffi::ThreadPool& pool) {
   });
 }
 
-// How many tasks share a block's rows, so that threads end together.
-int64_t shares_of(const Problem& p, int64_t blocks) {
-  if (blocks >= 16 * p.threads || p.rows < 64) return 1;
-  return std::min<int64_t>(p.threads / std::gcd(blocks, p.threads), 4);
-}
+// A prompt's tasks: whole blocks, and so that threads end together those left over share by share.
+struct PromptTasks {
+  int64_t whole, blocks, shares;
+
+  explicit PromptTasks(const Problem& p) : blocks((p.outputs + kPromptBlock - 1) / kPromptBlock) {
+    const int64_t left = blocks % p.threads;
+    shares = left && p.rows >= 64 ? p.threads / std::gcd(left, p.threads) : 1;
+    whole = shares > 1 ? blocks - left : blocks;
+  }
+  int64_t count() const { return whole + (blocks - whole) * shares; }
+};
 
 void many(Problem p, bool portable, ffi::ThreadPool& pool) {
   const Processor cpu = processor(portable);
@@ -114,13 +139,15 @@ void many(Problem p, bool portable, ffi::ThreadPool& pool) {
     share_out(pool, rounding.count(), false, [&](int64_t i) { rounding.judge(i); });
     Tables tables(p, true, for_tables, [&](int32_t slot) { return rounding.tables(slot); });
     const PromptTiles tiles(p, all, tables, for_rows);
-    const int64_t blocks = (p.outputs + kPromptBlock - 1) / kPromptBlock, shares = shares_of(p, blocks);
+    const PromptTasks tasks(p);
     const auto fill = [&](int64_t i) { tiles.fill(i, tables); };
     const auto block = [&](int64_t i) {
-      const int64_t begin = i / shares * kPromptBlock, end = std::min(begin + kPromptBlock, p.outputs);
-      bf16_prompt(p, all, rounding, tiles, tables, begin, end, i % shares, shares);
+      const int64_t part = std::max<int64_t>(i - tasks.whole, 0), shares = i < tasks.whole ? 1 : tasks.shares;
+      const int64_t begin = (std::min(i, tasks.whole) + part / shares) * kPromptBlock;
+      bf16_prompt(p, all, rounding, tiles, tables, begin, std::min(begin + kPromptBlock, p.outputs),
+                  part % shares, shares);
     };
-    return share_out_after(pool, tiles.count(), fill, blocks * shares, block, false);
+    return share_out_after(pool, tiles.count(), fill, tasks.count(), block, false);
   }
 #endif
   widen_rows(p, pool);

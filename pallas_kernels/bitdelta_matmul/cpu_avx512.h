@@ -24,6 +24,13 @@ struct Ahead {
     for (int64_t i = done; i < std::min(done + count, lines); i++)
       __builtin_prefetch(from + i * 64, 0, 2);
   }
+  // How many are due in each of so many steps.
+  int64_t each(int64_t steps) const { return (lines + steps - 1) / std::max<int64_t>(steps, 1); }
+  // Part `i` of `parts` of them.
+  Ahead part(int64_t i, int64_t parts) const {
+    const int64_t begin = lines * i / parts;
+    return {from + begin * 64, lines * (i + 1) / parts - begin};
+  }
 };
 
 // across() of four registers at once, in the same order of additions.
@@ -95,13 +102,13 @@ ZEN_AVX512 void base_tile(const Problem& p, const float* x, int64_t o, int64_t r
   __m512 c[OUT][ROWS];
   for (int b = 0; b < ROWS; b++)
     for (int a = 0; a < OUT; a++) c[a][b] = _mm512_setzero_ps();
-  const int64_t whole = p.inputs / kStep, size = kBf16 ? 2 : 4;
+  const int64_t whole = p.inputs / kStep, size = kBf16 ? 2 : 4, each = ahead.each(whole);
   const char* w = static_cast<const char*>(p.w) + o * p.inputs * size + next;
   for (int64_t s = 0; s < whole; s++, x += ROWS * kStep) {
     if (next)
       for (int a = 0; a < OUT; a++)
         _mm_prefetch(w + (a * p.inputs + s * kStep) * size, _MM_HINT_T1);
-    if (s < ahead.lines) _mm_prefetch(ahead.from + s * 64, _MM_HINT_T1);
+    if (each) ahead.fetch(s * each, each);
     half_step<kBf16, 0, true>(p, x, o, s * kStep, c);
     half_step<kBf16, 1, true>(p, x, o, s * kStep, c);
   }
@@ -141,9 +148,9 @@ ZEN_AVX512_BF16 void bf16_tile(const Problem& p, const uint16_t* x, int64_t o, i
   for (int b = 0; b < ROWS; b++)
     for (int a = 0; a < OUT; a++) c[a][b] = _mm512_setzero_ps();
   const uint16_t* w = static_cast<const uint16_t*>(p.w) + o * p.inputs;
-  const int64_t whole = p.inputs / kStep;
+  const int64_t whole = p.inputs / kStep, each = ahead.each(whole);
   for (int64_t s = 0; s < whole; s++, x += ROWS * kStep, w += kStep) {
-    if (s < ahead.lines) _mm_prefetch(ahead.from + s * 64, _MM_HINT_T1);
+    if (each) ahead.fetch(s * each, each);
     if (next)
       for (int a = 0; a < OUT; a++)
         _mm_prefetch(reinterpret_cast<const char*>(w + a * p.inputs) + next, _MM_HINT_T1);
@@ -193,16 +200,24 @@ ZEN_AVX512 inline void turn(const uint8_t* const (&rows)[kLanes], int64_t at, __
   for (int c = 0; c < 16; c++) _mm512_store_si512(to + 16 * c, turned[c]);
 }
 
-// Up to four words at the end of rows are moved one by one: a whole turn costs more.
-inline void turn_few(const uint8_t* const (&rows)[kLanes], int64_t at, int64_t bytes, uint32_t* to) {
-  for (int64_t j = 0; j + 4 <= bytes; j += 4)
-    for (int i = 0; i < kLanes; i++) std::memcpy(to + j / 4 * kLanes + i, rows[i] + at + j, 4);
-  const int64_t whole = bytes / 4 * 4;
-  for (int i = 0; whole < bytes && i < kLanes; i++) {
-    uint32_t word = 0;
-    for (int64_t k = whole; k < bytes; k++) word |= uint32_t{rows[i][at + k]} << (8 * (k - whole));
-    to[whole / 4 * kLanes + i] = word;
+// The last one or two words of rows: a whole turn costs more.
+template <bool kWhole>
+ZEN_AVX512 inline void turn_few(const uint8_t* const (&rows)[kLanes], int64_t at, int64_t bytes, uint32_t* to) {
+  __m512i half[2];
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; h++) {
+    half[h] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      uint64_t words = 0;
+      std::memcpy(&words, rows[8 * h + i] + at, kWhole ? 8 : bytes);
+      half[h] = _mm512_mask_set1_epi64(half[h], 1 << i, words);
+    }
   }
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  _mm512_store_si512(to, _mm512_permutex2var_epi32(half[0], even, half[1]));
+  _mm512_store_si512(to + kLanes, _mm512_permutex2var_epi32(half[0], odd, half[1]));
 }
 
 // Where each of 64 lookups falls in four tables side by side: the low and the high half of each byte.
@@ -251,8 +266,10 @@ constexpr int64_t kWords = 16;  // of 32 signs, that are turned at once
 // The signs of 16 outputs, `bytes` of them from `from` on, turned into up to 16 registers.
 ZEN_AVX512 inline void turn_some(const uint8_t* const (&rows)[kLanes], int64_t from, int64_t bytes,
                                  uint32_t* to) {
-  if (bytes <= 16)
-    turn_few(rows, from, bytes, to);
+  if (bytes == 8)
+    turn_few<true>(rows, from, bytes, to);
+  else if (bytes < 8)
+    turn_few<false>(rows, from, bytes, to);
   else
     turn(rows, from, bytes < 64 ? (1ull << bytes) - 1 : ~0ull, to);
 }
@@ -260,16 +277,16 @@ ZEN_AVX512 inline void turn_some(const uint8_t* const (&rows)[kLanes], int64_t f
 // Where the signs of 16 kParts outputs begin; those that do not exist repeat the last one.
 template <int kParts>
 inline void sign_rows(const Problem& p, int64_t at, int64_t outs, const uint8_t* (&rows)[kParts][kLanes]) {
-  for (int64_t i = 0; i < kParts * kLanes; i++)
-    rows[i / kLanes][i % kLanes] = p.bits + (at + std::min(i, outs - 1)) * p.bytes;
+  const uint8_t *row = p.bits + at * p.bytes, *last = row + (outs - 1) * p.bytes;
+  for (int64_t i = 0; i < kParts * kLanes; i++, row += p.bytes)
+    rows[i / kLanes][i % kLanes] = std::min(row, last);
 }
 
 // Signs of a block of outputs of a variant with ENTRIES tables at once: codes are made once for all.
 // `next` is what is wanted after these.
-template <int ENTRIES>
+template <int kParts, int ENTRIES>
 ZEN_AVX512 void sign_block(const Problem& p, const Entry* entries, int64_t at, int64_t o, int64_t outs,
                            Ahead next) {
-  constexpr int kParts = kBlock / kLanes;
   alignas(64) uint32_t words[kParts][kWords * kLanes];
   const uint8_t* rows[kParts][kLanes];
   sign_rows<kParts>(p, at, outs, rows);
@@ -309,30 +326,37 @@ ZEN_AVX512 void sign_block(const Problem& p, const Entry* entries, int64_t at, i
 }
 
 // One variant's signs of one level; `next` is what is wanted after these.
-ZEN_AVX512 inline void avx512_level(const Problem& p, const Tables& tables, const Group& group,
+template <int kParts>
+ZEN_AVX512 void avx512_level(const Problem& p, const Tables& tables, const Group& group,
                                     int64_t level, int64_t o, int64_t outs, Ahead next) {
   const int64_t at = p.at(group.slot, level, o);
   for (int64_t e = group.begin; e < group.end; e += 4, next = {}) {
     const Entry* entries = tables.entries() + e;
     switch (std::min<int64_t>(group.end - e, 4)) {
-      case 4: sign_block<4>(p, entries, at, o, outs, next); break;
-      case 3: sign_block<3>(p, entries, at, o, outs, next); break;
-      case 2: sign_block<2>(p, entries, at, o, outs, next); break;
-      default: sign_block<1>(p, entries, at, o, outs, next);
+      case 4: sign_block<kParts, 4>(p, entries, at, o, outs, next); break;
+      case 3: sign_block<kParts, 3>(p, entries, at, o, outs, next); break;
+      case 2: sign_block<kParts, 2>(p, entries, at, o, outs, next); break;
+      default: sign_block<kParts, 1>(p, entries, at, o, outs, next);
     }
   }
 }
 
-// `after` is what is wanted when all signs are done.
+constexpr int64_t kAhead = 12;  // lines that memory brings while 16 outputs' signs are turned
+
+// `after` is what is wanted when all signs are done: as much of it as there is time for.
 ZEN_AVX512 inline void avx512_signs(const Problem& p, const Tables& tables, int64_t o, int64_t outs,
                                     Ahead after) {
   const std::vector<Group>& groups = tables.groups();
-  for (size_t g = 0; g < groups.size(); g++)
+  const int64_t count = static_cast<int64_t>(groups.size());
+  const int64_t turns = (p.bytes + 4 * kWords - 1) / (4 * kWords) * (kBlock / kLanes);
+  after.lines = std::min(after.lines, count * p.levels * turns * kAhead);
+  for (int64_t g = 0; g < count; g++)
     for (int64_t level = 0; level < p.levels; level++) {
-      Ahead next = after;
-      if (g + 1 < groups.size())
-        next = {p.bits + p.at(groups[g + 1].slot, level, o) * p.bytes, outs * p.bytes / 64};
-      avx512_level(p, tables, groups[g], level, o, outs, next);
+      const Ahead next = after.part(g * p.levels + level, count * p.levels);
+      if (outs > kBlock / 2)
+        avx512_level<kBlock / kLanes>(p, tables, groups[g], level, o, outs, next);
+      else
+        avx512_level<kBlock / kLanes / 2>(p, tables, groups[g], level, o, outs, next);
     }
 }
 
@@ -396,11 +420,10 @@ void avx512_block(const Problem& p, const Rows<T>& rows, const Tables& tables, i
   }
   for (; o < end; o++)
     for (int64_t t = 0; t < rows.tiles(); t++) tiles<T, kBf16, 1>(p, rows, t, o, 0, lines.next());
-  // The next block's first tile is on its way; its second follows.
-  const int64_t second = begin + p.threads * kBlock + 4;
+  // The next block's first tile is on its way; the others follow.
+  const int64_t second = begin + p.threads * kBlock + 4, last = std::min(second + kBlock - 4, p.outputs);
   Ahead after;
-  if (second + 4 <= p.outputs)
-    after = {static_cast<const uint8_t*>(p.w) + second * row, 4 * row / 64};
+  if (second < last) after = {static_cast<const uint8_t*>(p.w) + second * row, (last - second) * row / 64};
   avx512_signs(p, tables, begin, end - begin, after);
 }
 

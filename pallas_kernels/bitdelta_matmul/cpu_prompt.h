@@ -34,6 +34,7 @@ struct Effective {
   const uint8_t* bits[kMostLevels];
   float alpha[kMostLevels];
 
+  Effective() = default;
   Effective(const Problem& p, int32_t slot, int64_t output)
       : w(static_cast<const uint16_t*>(p.w) + output * p.inputs),
         inputs(p.inputs),
@@ -55,11 +56,13 @@ struct Effective {
     const int64_t left = inputs - i;
     if (left <= 0) return v;
     const __mmask16 k = left < kLanes ? (1u << left) - 1 : 0xFFFF;
+    const __m512i sign = _mm512_set1_epi32(0x80000000);
     for (int64_t l = 0; l < levels; l++) {
       uint16_t plus = bits[l][i / 8];
-      if (left > 8) plus |= uint16_t(bits[l][i / 8 + 1] << 8);
-      const __m512 up = _mm512_set1_ps(alpha[l]), down = _mm512_set1_ps(-alpha[l]);
-      v = _mm512_mask_add_ps(v, k, v, _mm512_mask_blend_ps(plus, down, up));
+      if (left > 8) std::memcpy(&plus, bits[l] + i / 8, 2);
+      const __m512i up = _mm512_castps_si512(_mm512_set1_ps(alpha[l]));
+      const __m512i term = _mm512_mask_xor_epi32(up, ~plus, up, sign);
+      v = _mm512_mask_add_ps(v, k, v, _mm512_castsi512_ps(term));
     }
     return v;
   }
@@ -90,14 +93,17 @@ ZEN_AVX512_BF16 inline void prompt_weights(const Problem& p, int32_t slot, int64
   const int64_t words = (size + kStep - 1) / kStep, pair = kHalf * kStep;
   for (int64_t part = 0; part * kLanes < outs; part++) {
     uint16_t* to = w + part / kHalf * words * kLanes * pair + part % kHalf * kStep;
+    Effective own[kLanes];
+    for (int64_t i = 0; i < kLanes; i++) own[i] = Effective(p, slot, o + std::min(part * kLanes + i, outs - 1));
     for (int64_t word = 0; word < words; word++) {
       const int64_t at = from + word * kStep, left = std::min(kStep, p.inputs - at);
+      const __mmask32 k = left < kStep ? (1u << left) - 1 : ~0u;
       __m512i r[kLanes], turned[kLanes];
-      for (int64_t i = 0; i < kLanes; i++) {
-        const Effective own(p, slot, o + std::min(part * kLanes + i, outs - 1));
-        r[i] = slot < 0 ? _mm512_maskz_loadu_epi16(left < kStep ? (1u << left) - 1 : ~0u, own.w + at)
-                        : (__m512i)_mm512_cvtne2ps_pbh(own.at(at + kLanes), own.at(at));
-      }
+      if (slot < 0)
+        for (int64_t i = 0; i < kLanes; i++) r[i] = _mm512_maskz_loadu_epi16(k, own[i].w + at);
+      else
+        for (int64_t i = 0; i < kLanes; i++)
+          r[i] = (__m512i)_mm512_cvtne2ps_pbh(own[i].at(at + kLanes), own[i].at(at));
       turn(r, turned);
 #pragma GCC unroll 16
       for (int64_t k = 0; k < kLanes; k++) _mm512_store_si512(to + (word * kLanes + k) * pair, turned[k]);

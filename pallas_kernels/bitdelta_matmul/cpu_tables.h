@@ -43,12 +43,12 @@ struct Group {
 
 // What is known of a row before its tables are made.
 struct Measure {
-  float most;     // the largest sum of eight magnitudes
-  float squares;  // the sum of all squares
-  float total;    // of all magnitudes; not finite where the row is not
+  float most = 0;     // the largest sum of eight magnitudes
+  float squares = 0;  // the sum of all squares
+  float total = 0;    // of all magnitudes; not finite where the row is not
 };
 
-// How a table is made: so many of its steps are 1, and which of two words it has.
+// How a table is made: in steps of what size, of which of two words, and where it lies.
 struct Filling {
   float step, inverse;
   bool has[2];
@@ -68,19 +68,34 @@ inline void sums_of_four(const float* x, float* sums) {
                  ((code & 4 ? x[2] : -x[2]) + (code & 8 ? x[3] : -x[3]));
 }
 
-// Measures 64 inputs: lanes [16] of sums and squares, and the largest sum of each of two words.
-inline void plain_measure(const float* x, float* total, float* squares, float* most) {
-  for (int64_t g = 0; g < kLanes; g += 2) {
-    float eight = 0;
-    for (int64_t h = g; h < g + 2; h++) {
-      const float* v = x + 4 * h;
-      const float four = (std::fabs(v[0]) + std::fabs(v[1])) + (std::fabs(v[2]) + std::fabs(v[3]));
-      eight += four;
-      total[h] += four;
-      for (int k = 0; k < 4; k++) squares[h] += v[k] * v[k];
+// 64 inputs of a row from `i` on; at its end a copy with zeros behind them.
+template <typename X>
+ZEN_INLINE const X* next_64(const X* x, int64_t i, int64_t inputs, X (&last)[kFilled]) {
+  if (i + kFilled <= inputs) return x + i;
+  for (int64_t k = 0; k < kFilled; k++) last[k] = i + k < inputs ? x[i + k] : X{};
+  return last;
+}
+
+// Measures a row. eights: [inputs / 64, rounded up][16], sums of eight magnitudes, each twice.
+inline Measure plain_measure(const float* x, int64_t inputs, float* eights) {
+  Measure all;
+  float total[kLanes] = {}, squares[kLanes] = {}, last[kFilled];
+  for (int64_t i = 0; i < inputs; i += kFilled, eights += kLanes) {
+    const float* v = next_64(x, i, inputs, last);
+    float fours[kLanes];
+    for (int64_t g = 0; g < kLanes; g++, v += 4) {
+      fours[g] = (std::fabs(v[0]) + std::fabs(v[1])) + (std::fabs(v[2]) + std::fabs(v[3]));
+      total[g] += fours[g];
+      for (int k = 0; k < 4; k++) squares[g] += v[k] * v[k];
     }
-    most[g / 8] = std::max(most[g / 8], eight);
+    for (int64_t g = 0; g < kLanes; g++) {
+      eights[g] = fours[g] + fours[g ^ 1];
+      all.most = std::max(all.most, eights[g]);
+    }
   }
+  all.squares = across(squares);
+  all.total = across(total);
+  return all;
 }
 
 // The tables of 64 inputs, the coarsest first: each takes what the ones before leave.
@@ -130,17 +145,28 @@ ZEN_TABLES inline void turn_fours(const uint16_t* x, __m512 (&to)[4]) {
   to[3] = _mm512_castsi512_ps(_mm512_and_si512(second, upper));
 }
 
-// As plain_measure, but `most` in lanes: [8 j, 8 j + 8) are word j's.
-ZEN_TABLES inline void avx512_measure(const __m512 (&x)[4], __m512& total, __m512& squares, __m512& most) {
-  __m512 size[4];
+template <typename X>
+ZEN_TABLES Measure avx512_measure(const X* x, int64_t inputs, float* eights) {
+  __m512 total = _mm512_setzero_ps(), squares = total, most = total;
+  X last[kFilled];
+  for (int64_t i = 0; i < inputs; i += kFilled, eights += kLanes) {
+    __m512 v[4], size[4];
+    turn_fours(next_64(x, i, inputs, last), v);
 #pragma GCC unroll 4
-  for (int k = 0; k < 4; k++) {
-    size[k] = _mm512_abs_ps(x[k]);
-    squares = _mm512_add_ps(squares, _mm512_mul_ps(x[k], x[k]));
+    for (int k = 0; k < 4; k++) {
+      size[k] = _mm512_abs_ps(v[k]);
+      squares = _mm512_add_ps(squares, _mm512_mul_ps(v[k], v[k]));
+    }
+    const __m512 four = _mm512_add_ps(_mm512_add_ps(size[0], size[1]), _mm512_add_ps(size[2], size[3]));
+    const __m512 eight = _mm512_add_ps(four, _mm512_permute_ps(four, 0xB1));
+    total = _mm512_add_ps(total, four);
+    most = _mm512_max_ps(most, eight);
+    _mm512_storeu_ps(eights, eight);
   }
-  const __m512 four = _mm512_add_ps(_mm512_add_ps(size[0], size[1]), _mm512_add_ps(size[2], size[3]));
-  total = _mm512_add_ps(total, four);
-  most = _mm512_max_ps(most, _mm512_add_ps(four, _mm512_permute_ps(four, 0xB1)));
+  float lanes[2][kLanes];
+  _mm512_storeu_ps(lanes[0], total);
+  _mm512_storeu_ps(lanes[1], squares);
+  return {_mm512_reduce_max_ps(most), across(lanes[1]), across(lanes[0])};
 }
 
 // Of the 16 codes of a group the sums of 0 to 7; 15 - c has the opposite of c's. Code 0 has its
@@ -242,118 +268,102 @@ class Tables {
   void fill(int64_t i) {
     Entry* entries = entries_.data() + i * entries_a_row_;
 #if defined(__x86_64__)
-    if (avx512_ && p_.x16) return fill_row<Wide>(entries, p_.x16 + order_[i] * p_.inputs);
-    if (avx512_) return fill_row<Wide>(entries, p_.x + order_[i] * p_.inputs);
+    if (avx512_ && p_.x16) return wide_row(entries, p_.x16 + order_[i] * p_.inputs);
+    if (avx512_) return wide_row(entries, p_.x + order_[i] * p_.inputs);
 #endif
-    fill_row<Plain>(entries, p_.x + order_[i] * p_.inputs);
+    plain_row(entries, p_.x + order_[i] * p_.inputs);
   }
 
  private:
-  // What 64 inputs are measured and filled with.
-  struct Plain {
-    static void measure(const float* x, float* total, float* squares, float* most) {
-      plain_measure(x, total, squares, most);
-    }
-    static void fill(const float* x, const Filling* tables, int count) { plain_fill(x, tables, count); }
+  // Which words of a row have coarse tables, and the room to find it out.
+  struct Listed {
+    std::vector<float> eights;
+    std::vector<char> words;
+    explicit Listed(int64_t steps) : eights((steps + 1) / 2 * kLanes), words(steps + 1) {}
   };
-#if defined(__x86_64__)
-  struct Wide {
-    template <typename X>
-    ZEN_TABLES static void measure(const X* x, float* total, float* squares, float* most) {
-      __m512 fours[4], t = _mm512_loadu_ps(total), s = _mm512_loadu_ps(squares);
-      __m512 m = _mm512_setzero_ps();
-      turn_fours(x, fours);
-      avx512_measure(fours, t, s, m);
-      _mm512_storeu_ps(total, t);
-      _mm512_storeu_ps(squares, s);
-      most[0] = std::max(most[0], _mm512_mask_reduce_max_ps(0x00FF, m));
-      most[1] = std::max(most[1], _mm512_mask_reduce_max_ps(0xFF00, m));
+
+  void plain_row(Entry* entries, const float* x) const {
+    Listed listed(p_.steps());
+    if (!choose(entries, plain_measure(x, p_.inputs, listed.eights.data()), listed)) return;
+    float last[kFilled];
+    for (int64_t i = 0; i < p_.inputs; i += kFilled) {
+      Filling tables[4];
+      const int count = fillings(entries, listed, i / kStep, tables);
+      plain_fill(next_64(x, i, p_.inputs, last), tables, count);
     }
-    template <typename X>
-    ZEN_TABLES static void fill(const X* x, const Filling* tables, int count) {
+  }
+#if defined(__x86_64__)
+  template <typename X>
+  ZEN_TABLES void wide_row(Entry* entries, const X* x) const {
+    thread_local Listed listed(0);
+    if (listed.words.size() != static_cast<size_t>(p_.steps() + 1)) listed = Listed(p_.steps());
+    if (!choose(entries, avx512_measure(x, p_.inputs, listed.eights.data()), listed)) return;
+    X last[kFilled];
+    for (int64_t i = 0; i < p_.inputs; i += kFilled) {
+      Filling tables[4];
+      const int count = fillings(entries, listed, i / kStep, tables);
       __m512 fours[4];
-      turn_fours(x, fours);
+      turn_fours(next_64(x, i, p_.inputs, last), fours);
       avx512_fill(fours, tables, count);
     }
-  };
+  }
 #endif
 
-  // Calls each(64 inputs, number of their first word) for a row, zeros behind its end.
-  template <typename X, typename Each>
-  void by_64(const X* x, const Each& each) const {
-    int64_t i = 0;
-    for (; i + kFilled <= p_.inputs; i += kFilled) each(x + i, i / kStep);
-    if (i == p_.inputs) return;
-    X last[kFilled] = {};
-    std::memcpy(last, x + i, (p_.inputs - i) * sizeof(X));
-    each(last, i / kStep);
+  // The tables of two words, the coarsest first.
+  ZEN_INLINE int fillings(const Entry* entries, const Listed& listed, int64_t word, Filling* tables) const {
+    int count = 0;
+    for (int e = 0; e < entries_a_row_; e++) {
+      const Entry& entry = entries[e];
+      const bool first = listed.words[word], second = listed.words[word + 1];
+      int8_t* coarse = const_cast<int8_t*>(entry.coarse) + word * kTable;
+      int8_t* fine = const_cast<int8_t*>(entry.fine) + word * kTable;
+      const float step = entry.scale * kCoarse;
+      if (first || second) tables[count++] = {step, 1 / step, {first, second}, coarse};
+      tables[count++] = {entry.scale, 1 / entry.scale, {true, true}, fine};
+    }
+    return count;
   }
 
-  template <typename By, typename X>
-  void fill_row(Entry* entries, const X* x) const {
-    thread_local std::vector<float> most_of_word;
-    std::vector<float>& most = most_of_word;
-    most.assign(p_.steps() + 1, 0.0f);
-    float totals[kLanes] = {}, squares[kLanes] = {};
-    by_64(x, [&](const X* at, int64_t word) { By::measure(at, totals, squares, most.data() + word); });
-    const Measure all{*std::max_element(most.begin(), most.end()), across(squares), across(totals)};
-    std::vector<char>& listed = choose(entries, all, most);
-    if (!(entries->scale > 0)) return;
-    by_64(x, [&](const X* at, int64_t word) {
-      Filling tables[4];
-      int count = 0;
-      for (int e = 0; e < entries_a_row_; e++)
-        for (int fine = 0; fine < 2; fine++) {
-          const Entry& entry = entries[e];
-          const float step = fine ? entry.scale : entry.scale * kCoarse;
-          const bool first = fine || listed[word], second = fine || listed[word + 1];
-          int8_t* to = const_cast<int8_t*>(fine ? entry.fine : entry.coarse) + word * kTable;
-          if (first || second) tables[count++] = {step, 1 / step, {first, second}, to};
-        }
-      By::fill(at, tables, count);
-    });
-  }
-
-  // Sets the scales of a row's entries and lists the words that have coarse tables. A row that is
-  // not finite has no product: the base's sum is not finite either.
-  std::vector<char>& choose(Entry* entries, const Measure& all, const std::vector<float>& most) const {
-    thread_local std::vector<char> listed;
-    listed.assign(most.size() + 1, 0);
+  // Sets the scales of a row's entries and lists the words that have coarse tables; false where there
+  // is nothing to fill. A row that is not finite has no product: the base's is not finite either.
+  bool choose(Entry* entries, const Measure& all, Listed& listed) const {
     const bool finite = std::isfinite(all.total);
+    for (int e = 0; e < entries_a_row_; e++) entries[e].count = 0;
+    std::fill(listed.words.begin(), listed.words.end(), 0);
     if (!finite || all.most < 1e-30f) {
       for (int e = 0; e < entries_a_row_; e++) {
         std::memset(const_cast<int8_t*>(entries[e].fine), 0, bytes_);
         entries[e].scale = finite ? 0.0f : NAN;
-        entries[e].count = 0;
       }
-      return listed;
+      return false;
     }
-    float fine = all.most;  // what the fine table reaches
-    if (p_.w_bf16) {
-      const float allowed = kError * std::sqrt(12 * all.squares / (p_.inputs / 4 + 1));
-      if (!(all.most <= kCoarse * allowed)) {
-        fine = all.most / kCoarse;
-        for (const float m : most)
-          if (m <= kCoarse * allowed) fine = std::max(fine, m);
-      }
-      entries[0].scale = fine / kCoarse;
-    } else {
+    if (!p_.w_bf16) {  // every word has all tables
       constexpr float kSquare = kCoarse * kCoarse;
       entries[1].scale = std::max(all.most / (kSquare * kSquare), 1e-36f);
       entries[0].scale = entries[1].scale * kSquare;
-      fine = -1;  // every word has all tables
+      list(entries, listed, -1);
+      return true;
     }
-    int32_t* words[2];
-    for (int e = 0; e < entries_a_row_; e++) {
-      words[e] = const_cast<int32_t*>(entries[e].words);
-      entries[e].count = 0;
-      for (int64_t w = 0; w < p_.steps(); w++)
-        if (most[w] > fine) {
-          words[e][entries[e].count++] = static_cast<int32_t>(w);
-          listed[w] = 1;
-        }
+    const float reach = kCoarse * kError * std::sqrt(12 * all.squares / (p_.inputs / 4 + 1));
+    float fine = all.most;  // the largest sum that the fine table has
+    if (!(fine <= reach)) {
+      fine /= kCoarse;
+      for (const float eight : listed.eights)
+        if (eight <= reach) fine = std::max(fine, eight);
+      list(entries, listed, fine);
     }
-    return listed;
+    entries[0].scale = fine / kCoarse;
+    return true;
+  }
+
+  // Lists the words with sums of eight inputs above `fine`.
+  void list(Entry* entries, Listed& listed, float fine) const {
+    for (int64_t w = 0; w < p_.steps(); w++) {
+      const float* eights = listed.eights.data() + w * 8;
+      listed.words[w] = *std::max_element(eights, eights + 8) > fine;
+      for (int e = 0; listed.words[w] && e < entries_a_row_; e++)
+        const_cast<int32_t*>(entries[e].words)[entries[e].count++] = static_cast<int32_t>(w);
+    }
   }
 
   const Problem& p_;
