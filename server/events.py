@@ -150,6 +150,8 @@ class Part:
         tokens: of the prompt, or of the answer so far when the request lost its row.
         start: the position of the first.
         last: whether the next token is to be sampled after it.
+        pages: of the row, enough for what it has then.
+        before: the tokens before the first part of a turn, whose pages another request has filled.
     """
 
     ticket: Ticket
@@ -160,6 +162,8 @@ class Part:
     tokens: tuple[int, ...] = field(repr=False)
     start: int
     last: bool
+    pages: tuple[int, ...] = field(default=(), repr=False)
+    before: tuple[int, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +175,12 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Launch so many steps; `rows` are those that go on, each with its ticket and turn."""
+    """Launch so many steps; `rows` are those that go on, each with its ticket and turn, and `pages`
+    what each has, enough for the steps."""
 
     rows: tuple[tuple[int, Ticket, int], ...]
     steps: int
+    pages: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from server.events import Arrived, Ticket
 from server.requests import Finish, FinishReason, Request, Timings
 from zen_jax.chunking import Shape
 from zen_jax.delta_cache import DeltaCache
+from zen_jax.pages import PagePool
 
 BASE_SLOT = -1
 
@@ -26,6 +27,11 @@ class SchedulerConfig:
     max_steps: decode steps that one call makes.
     dispatch_s: how long a call that decodes may take, where it has more than one step.
     ageing_s: how much later another may come and still go first with a priority higher by one.
+    pages: of the cache.
+    page_size: positions of one.
+    reach: how many of its last positions a row needs; None: all of them.
+    share_prefixes: whether pages of prompts that begin alike are shared.
+    base: the digest of the base.
     """
 
     rows: int
@@ -33,11 +39,21 @@ class SchedulerConfig:
     max_steps: int = 1
     dispatch_s: float = 0.02
     ageing_s: float = 10.0
+    pages: int = 1 << 20
+    page_size: int = 32
+    reach: int | None = None
+    share_prefixes: bool = True
+    base: str = ""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.max_steps < 1 or not self.shapes:
             raise ValueError(
                 f"rows is {self.rows}, max_steps {self.max_steps} and shapes {self.shapes}, "
+                "expected at least 1 of each"
+            )
+        if self.pages < 1 or self.page_size < 1 or (self.reach is not None and self.reach < 1):
+            raise ValueError(
+                f"pages is {self.pages}, page_size {self.page_size} and reach {self.reach}, "
                 "expected at least 1 of each"
             )
         if not (self.dispatch_s > 0 and self.ageing_s > 0):
@@ -59,6 +75,12 @@ class Job:
         tokens: of the answer, those that were read.
         launched: how many tokens of the answer were launched at most, in this turn or before it.
         unread: what its row has to hold and does not yet; none once it decodes.
+        pages: of its row, from position 0 on, `NO_PAGE` where none is needed any more.
+        root: what the keys of its pages begin with, once one is known.
+        keys: of its first whole pages.
+        kept: how many of these pages are kept for others.
+        before: tokens whose pages it found when it got its row.
+        cached: tokens of the prompt, of these, when it first did.
     """
 
     arrived: Arrived
@@ -72,6 +94,12 @@ class Job:
     tokens: tuple[int, ...] = ()
     launched: int = 0
     unread: tuple[int, ...] = ()
+    pages: tuple[int, ...] = ()
+    root: bytes = b""
+    keys: tuple[bytes, ...] = ()
+    kept: int = 0
+    before: int = 0
+    cached: int = 0
 
     @property
     def request(self) -> Request:
@@ -85,6 +113,7 @@ class Job:
             prompt_tokens=len(self.request.token_ids),
             completion_tokens=len(self.tokens),
             timings=self.timings,
+            cached_tokens=self.cached,
         )
 
     @property
@@ -113,10 +142,14 @@ class State:
         next_ticket: the next to give.
         deadline: no job's deadline is earlier.
         step_s: how long a decode step takes; without end until the first was measured.
+        lost: how often a request lost its row.
+        found_tokens: that did not have to be read, since their pages were there.
+        read_tokens: of prompts and answers, that were read into rows.
     """
 
     config: SchedulerConfig
     cache: DeltaCache
+    pages: PagePool
     jobs: Mapping[Ticket, Job] = field(default_factory=lambda: MappingProxyType({}))
     tickets: Mapping[str, Ticket] = field(default_factory=lambda: MappingProxyType({}))
     ready: tuple[Ticket, ...] = ()
@@ -126,6 +159,9 @@ class State:
     next_ticket: Ticket = 0
     deadline: float = inf
     step_s: float = inf
+    lost: int = 0
+    found_tokens: int = 0
+    read_tokens: int = 0
 
     @property
     def running(self) -> int:

@@ -43,6 +43,7 @@ class Request:
         priority: a higher one goes before a lower that has not waited much longer, and takes its
             row when none is free.
         sample: which sample of the call this is; each has random numbers of its own.
+        tenant: requests of different tenants share no pages of the cache.
     """
 
     id: str
@@ -53,6 +54,7 @@ class Request:
     deadline: float | None = None
     priority: int = 0
     sample: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Finish:
         matched_stop: the token that stopped it, or None.
         matched_text: the stop string that did, or None.
         prompt_tokens: tokens in the prompt.
+        cached_tokens: of these, the first ones, which another request had read already.
         completion_tokens: tokens sampled, the one that stopped it included.
         timings: of the first token.
     """
@@ -92,6 +95,7 @@ class Finish:
     completion_tokens: int
     timings: Timings
     matched_text: str | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,16 @@ rows, and the delta cache's table. Nothing here blocks, reads a clock or touches
 schedule can be replayed and any interleaving tried.
 
 A request waits for its variant in the cache's table and for a row in `ready`, in the order of
-`_turn`: of arrival, where a unit of priority is worth `ageing_s` of waiting, so that whoever comes
+`turn`: of arrival, where a unit of priority is worth `ageing_s` of waiting, so that whoever comes
 much later goes behind in any case. One that waits for a variant is not in `ready`, so it holds up
 nobody. When no row is free the first in line takes the row of one that goes behind it and has less
 priority. That one goes back in line with the tokens that it has, which are read again with its
 prompt; what the device still computes for its lost row comes back under an older turn.
+
+A row needs pages of the cache for all its positions. They are taken before a call is launched;
+where there are too few, rows are lost in the same way, the last in line first, until those before
+it have what they need. The first in line loses nothing, and the cache holds one request at its
+longest, so somebody always goes on. Who would read what another is just reading waits for it.
 
 Each plan emits its device actions first: write, prefill, decode; what callers are told comes after
 them. A plan launches at most one call that reads prompts, of limited size, and one that decodes.
@@ -44,10 +49,12 @@ from server.events import (
     TextEnded,
     Ticket,
 )
+from server.holdings import Holdings
 from server.jobs import BASE_SLOT, Job, SchedulerConfig, State
 from server.requests import Failure, FailureKind
 from zen_jax.chunking import cut
 from zen_jax.delta_cache import DeltaCache, Step
+from zen_jax.pages import PagePool
 from zen_jax.residency import CacheConfig, Evicted, Grant, PinLimit, Refuse
 
 if TYPE_CHECKING:
@@ -58,7 +65,8 @@ _OVERDUE = "the request's deadline has passed"
 
 def initial(config: SchedulerConfig, cache: CacheConfig) -> State:
     """The state of a server that has just started."""
-    return State(config=config, cache=DeltaCache(cache), rows=(None,) * config.rows)
+    pages = PagePool(config.pages)
+    return State(config, DeltaCache(cache), pages, rows=(None,) * config.rows)
 
 
 def plan(state: State, events: Iterable[Event], now: float) -> tuple[State, tuple[Action, ...]]:
@@ -94,6 +102,9 @@ class _Draft:
         self.next_ticket = state.next_ticket
         self.deadline = state.deadline
         self.step_s = state.step_s
+        self.held = Holdings(state.pages, state.config)
+        self.lost, self.found_tokens = state.lost, state.found_tokens
+        self.read_tokens = state.read_tokens
         self.device: list[Action] = []
         self.told: list[Action] = []
 
@@ -101,6 +112,7 @@ class _Draft:
         state = replace(
             self.before,
             cache=self.cache,
+            pages=self.held.pool,
             jobs=MappingProxyType(self.jobs),
             tickets=MappingProxyType(self.tickets),
             ready=tuple(self.ready),
@@ -110,6 +122,9 @@ class _Draft:
             next_ticket=self.next_ticket,
             deadline=self.deadline,
             step_s=self.step_s,
+            lost=self.lost,
+            found_tokens=self.found_tokens,
+            read_tokens=self.read_tokens,
         )
         return state, (*self.device, *self.told)
 
@@ -164,7 +179,7 @@ class _Draft:
         stop = next((i for i, token in enumerate(kept) if token in job.arrived.stops), None)
         if stop is not None:
             kept = kept[: stop + 1]
-        job = replace(job, tokens=job.tokens + kept, first_at=first_at)
+        job = self.held.confirm(replace(job, tokens=job.tokens + kept, first_at=first_at))
         self.jobs[ticket] = job
         finish = None
         if stop is not None or len(job.tokens) >= job.arrived.limit:
@@ -235,6 +250,7 @@ class _Draft:
         self.line_up(ticket)
 
     def line_up(self, ticket: Ticket) -> None:
+        self.jobs[ticket] = self.held.named(self.jobs[ticket])
         insort(self.ready, ticket, key=self.turn)
 
     def turn(self, ticket: Ticket) -> tuple[float, Ticket]:
@@ -280,6 +296,7 @@ class _Draft:
         job = self.forget(ticket)
         if job.row is not None:
             self.rows[job.row] = None
+            self.held.release(job)
         elif job.slot is not None:
             self.ready.remove(ticket)
         if job.request.variant is not None:
@@ -307,43 +324,77 @@ class _Draft:
     # Rows.
 
     def fill_rows(self) -> None:
-        """Give rows to those whose turn it is, free ones first."""
-        free = [row for row, ticket in enumerate(self.rows) if ticket is None]
-        for row in free[: len(self.ready)]:
-            self.give(row)
-        while self.ready and (row := self.displace(self.ready[0])) is not None:
-            self.give(row)
+        """Give rows and pages to those whose turn it is, free ones first."""
+        for ticket in tuple(self.ready):
+            running = [self.jobs[other] for other in self.rows if other is not None]
+            if self.held.awaits(self.jobs[ticket], running):
+                continue
+            if not self.admit(ticket):
+                break
 
-    def give(self, row: int) -> None:
-        """Give a row to the first in line."""
-        ticket = self.ready.pop(0)
-        job = self.jobs[ticket]
+    def admit(self, ticket: Ticket) -> bool:
+        """Give a row to one in line; if need be take those of some that go behind it and have less
+        priority, the last first. Returns whether it has one."""
+        first, turn = self.jobs[ticket], self.turn(ticket)
+        running = [other for other in self.rows if other is not None]
+        behind = sorted(
+            (
+                other
+                for other in running
+                if self.jobs[other].request.priority < first.request.priority
+                and self.turn(other) > turn
+            ),
+            key=self.turn,
+            reverse=True,
+        )
+        needed = int(None not in self.rows)
+        # Those that go on soon want a page more each.
+        while needed <= len(behind) and not self.held.fits(
+            first, [self.jobs[other] for other in behind[:needed]], len(running) - needed
+        ):
+            needed += 1
+        if needed > len(behind):
+            return False
+        for other in behind[:needed]:
+            self.lose(other)
+        self.give(ticket, self.rows.index(None))
+        return True
+
+    def give(self, ticket: Ticket, row: int) -> None:
+        """Give a row, and pages that are there, to one in line."""
+        self.ready.remove(ticket)
+        job = self.held.admit(self.jobs[ticket])
         self.rows[row] = ticket
+        self.found_tokens += job.before
         self.jobs[ticket] = replace(
             job,
             row=row,
             turn=job.turn + 1,
             prefill_at=job.prefill_at if job.turn else self.now,
-            unread=job.request.token_ids + job.tokens,
         )
 
-    def displace(self, first: Ticket) -> int | None:
-        """Take a row for `first` from one that goes behind it, if one has less priority."""
-        priority, turn = self.jobs[first].request.priority, self.turn(first)
-        behind = [
-            ticket
-            for ticket in self.rows
-            if ticket is not None
-            and self.jobs[ticket].request.priority < priority
-            and self.turn(ticket) > turn
-        ]
-        if not behind:
-            return None
-        last = max(behind, key=self.turn)
-        job = self.jobs[last]
-        self.jobs[last] = replace(job, row=None, unread=())
-        self.line_up(last)
-        return job.row
+    def lose(self, ticket: Ticket) -> None:
+        """Take a row and its pages from a request, which goes back in line."""
+        job = self.jobs[ticket]
+        assert job.row is not None
+        self.rows[job.row] = None
+        self.lost += 1
+        self.jobs[ticket] = replace(self.held.release(job), row=None, unread=())
+        self.line_up(ticket)
+
+    def reserve(self, ticket: Ticket, position: int, end: int) -> bool:
+        """Take pages for a call that begins at a position and leaves the row with `end` of them.
+
+        Whoever is last in line loses its row for them. Returns whether that was not the request
+        itself.
+        """
+        while (job := self.held.grow(self.jobs[ticket], position, end)) is None:
+            last = max((other for other in self.rows if other is not None), key=self.turn)
+            self.lose(last)
+            if last == ticket:
+                return False
+        self.jobs[ticket] = job
+        return True
 
     def read(self) -> None:
         """Launch one call that reads parts of prompts."""
@@ -353,11 +404,16 @@ class _Draft:
         parts: list[Part] = []
         for ticket, size in zip(waiting, sizes, strict=False):
             job = self.jobs[ticket]
-            tokens, unread = job.unread[:size], job.unread[size:]
             start = len(job.request.token_ids) + len(job.tokens) - len(job.unread)
+            if job.row is None or not self.reserve(ticket, start, start + size):
+                continue
+            job = self.jobs[ticket]
+            tokens, unread = job.unread[:size], job.unread[size:]
+            before = (job.request.token_ids + job.tokens)[:start] if start == job.before else ()
             assert job.row is not None and job.slot is not None
             part = Part(ticket, job.turn, job.arrived, job.row, job.slot, tokens, start, not unread)
-            parts.append(part)
+            parts.append(replace(part, pages=job.pages, before=before))
+            self.read_tokens += size
             launched = job.launched if unread else len(job.tokens) + 1
             self.jobs[ticket] = replace(job, unread=unread, launched=launched)
         if parts:
@@ -365,22 +421,31 @@ class _Draft:
 
     def decode(self) -> None:
         """Launch steps if some row still wants a token that was not launched yet."""
-        wanted: list[tuple[int, Ticket, int]] = []
+        wanted: list[Ticket] = []
         left = 0
-        for row, ticket in enumerate(self.rows):
+        for ticket in self.rows:
             if ticket is not None:
                 job = self.jobs[ticket]
                 if not job.unread and job.launched < job.arrived.limit:
-                    wanted.append((row, ticket, job.turn))
+                    wanted.append(ticket)
                     left = max(left, job.arrived.limit - job.launched)
         if not wanted:
             return
         steps = min(self.steps(), left)
-        for _, ticket, _ in wanted:
+        for ticket in sorted(wanted, key=self.turn):
             job = self.jobs[ticket]
             launched = min(job.launched + steps, job.arrived.limit)
-            self.jobs[ticket] = replace(job, launched=launched)
-        self.device.append(Decode(tuple(wanted), steps))
+            # The newest token is not in the cache yet: it goes there when the next is made.
+            held = len(job.request.token_ids) - 1
+            if job.row is not None and self.reserve(ticket, held + job.launched, held + launched):
+                self.jobs[ticket] = replace(self.jobs[ticket], launched=launched)
+        rows: list[tuple[int, Ticket, int]] = []
+        for row, ticket in enumerate(self.rows):
+            if ticket in wanted:
+                rows.append((row, ticket, self.jobs[ticket].turn))
+        if rows:
+            pages = tuple(self.jobs[ticket].pages for _, ticket, _ in rows)
+            self.device.append(Decode(tuple(rows), steps, pages))
 
     def steps(self) -> int:
         """How many steps a call makes: one where somebody waits, else as many as are quick."""

@@ -54,6 +54,12 @@ class WorkerSnapshot:
         step_s: what a decode step takes, in seconds; without end until one was made.
         host_share: of a round of the worker, what it does not wait for the device.
         compiles: programs that were compiled, at the start or since.
+        pages: of the cache.
+        pages_held: by rows.
+        pages_kept: by nobody, for prompts that begin as one before them did.
+        found_tokens: that were not read, since their pages were there; since the start.
+        read_tokens: of prompts, and of answers after a row was lost; since the start.
+        rows_lost: how often a request lost its row to another; since the start.
     """
 
     variants: tuple[VariantStatus, ...]
@@ -65,6 +71,12 @@ class WorkerSnapshot:
     step_s: float
     host_share: float
     compiles: int
+    pages: int = 0
+    pages_held: int = 0
+    pages_kept: int = 0
+    found_tokens: int = 0
+    read_tokens: int = 0
+    rows_lost: int = 0
 
 
 def snapshot(
@@ -87,6 +99,12 @@ def snapshot(
         step_s=step_s,
         host_share=host_share,
         compiles=compiles,
+        pages=state.pages.size,
+        pages_held=state.pages.held,
+        pages_kept=state.pages.idle,
+        found_tokens=state.found_tokens,
+        read_tokens=state.read_tokens,
+        rows_lost=state.lost,
     )
 
 

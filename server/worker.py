@@ -87,6 +87,9 @@ class Worker:
         tokenizers: Callable[[Variant | None], Tokenizer],
         inbox_limit: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        share_prefixes: bool = True,
+        base: str = "",
     ) -> None:
         """Take the parts; the engine is warmed up already, the loader nobody else's.
 
@@ -97,6 +100,8 @@ class Worker:
             tokenizers: a variant's own tokenizer, the base's for None; called from `submit`.
             inbox_limit: requests that may wait for a row.
             clock: seconds; deadlines of requests are in its terms.
+            share_prefixes: whether requests that begin alike share pages of the cache.
+            base: the digest of the engine's base.
         """
         self._engine = engine
         self._loader = loader
@@ -105,7 +110,16 @@ class Worker:
         self._device_state = engine.init_state()
         self._bank = engine.init_bank()
         sizes = engine.sizes
-        config = SchedulerConfig(sizes.rows, sizes.shapes, sizes.max_steps)
+        config = SchedulerConfig(
+            sizes.rows,
+            sizes.shapes,
+            sizes.max_steps,
+            pages=sizes.all_pages,
+            page_size=sizes.page_size,
+            reach=engine.reach,
+            share_prefixes=share_prefixes,
+            base=base,
+        )
         self._plan: State = initial(config, cache_config)
         self._inbox = Inbox(inbox_limit)
         loader.connect(self._inbox.put)
@@ -289,9 +303,11 @@ class Worker:
         match action:
             case Prefill(parts):
                 self._prefill(parts)
-            case Decode(rows, steps):
+            case Decode(rows, steps, pages):
+                places = [row for row, _, _ in rows]
+                table = engine.sizes.table(dict(zip(places, pages, strict=True)))
                 self._device_state, sampled = engine.decode(
-                    self._bank, self._device_state, steps, [row for row, _, _ in rows]
+                    self._bank, self._device_state, steps, places, table
                 )
                 jobs = self._plan.jobs
                 tops = tuple(jobs[ticket].request.sampling.logprobs for _, ticket, _ in rows)
@@ -446,6 +462,8 @@ def _chunk(part: Part, targets: Sequence[int]) -> Chunk:
         end=len(request.token_ids) + arrived.limit,
         prompt=len(request.token_ids),
         targets=targets,
+        pages=part.pages,
+        before=part.before,
     )
 
 

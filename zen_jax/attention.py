@@ -1,6 +1,7 @@
 """Angles of the rotary embedding, and grouped-query attention, in float32 sums.
 
-Letters: B batch, C chunks, T query, S cache, K kv heads, G query heads a kv head, H head size.
+Letters: B batch, C chunks, T query, S cache, J pages of a row, K kv heads, G query heads a kv head,
+H head size.
 """
 
 from typing import Any
@@ -11,9 +12,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.decode_attention.ops import decode_attention
+from pallas_kernels.paged_attention.pages import Pages
 from pallas_kernels.prompt_attention.ops import prompt_attention
 from zen_jax.config import Llama3Rope, ModelConfig
-from zen_jax.kv_cache import ChunkRows, LayerCache
+from zen_jax.kv_cache import InPages
 from zen_jax.sharding import Placement, on_shards
 
 _MASKED = -1e30
@@ -91,53 +93,57 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def attend_rows(
-    q: jax.Array,
-    cache: LayerCache,
-    where: ChunkRows,
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
+    cache: Pages,
+    where: InPages,
     starts: jax.Array,
     window: int | None,
     placement: Placement | None = None,
-) -> jax.Array:
-    """Softmax attention of chunks of prompts, each to its own row of a cache that holds it already.
+) -> tuple[jax.Array, Pages]:
+    """Chunks of prompts go into their rows of the cache; each token attends to what is before it.
 
     Args:
-      q: [C, T, K, G, H].
-      cache: [B, S, K, H].
-      where: the chunks' rows and lengths.
-      starts: int32[C], the position of each chunk's first query.
+      qkv: [C, T, K, G, H], [C, T, K, H], [C, T, K, H]; queries and keys are turned.
+      cache: without the chunks.
+      where: the chunks' pages and lengths.
+      starts: int32[C], the position of each chunk's first token.
       window: as in `visible`.
       placement: the mesh, or None for one device.
 
     Returns:
-      [C, T, K, G, H] in q's dtype; scores and sums in float32. It depends neither on how a prompt
-      is cut nor on the other chunks.
+      [C, T, K, G, H] in q's dtype, scores and sums in float32, which depends neither on how a
+      prompt is cut nor on the other chunks; and the cache.
     """
 
-    def attend(q: Any, k: Any, v: Any, where: ChunkRows, starts: Any) -> jax.Array:
-        return prompt_attention(q, k, v, where.rows, starts, where.lengths, window)
+    def attend(qkv: Any, cache: Any, where: InPages, starts: Any) -> tuple[jax.Array, Pages]:
+        (q, k, v), lengths = qkv, where.lengths
+        assert lengths is not None, "chunks have lengths"
+        return prompt_attention(q, k, v, cache, where.table, starts, lengths, window)
 
     heads = None if placement is None else placement.mesh_axis("kv_heads")
     lines, rest = PartitionSpec(None, None, heads), PartitionSpec()
-    split = on_shards(attend, placement, (lines, lines, lines, rest, rest), lines)
-    return split(q, cache.k, cache.v, where, starts)
+    split = on_shards(attend, placement, (lines, lines, rest, rest), (lines, lines))
+    return split(qkv, cache, where, starts)
 
 
 def attend_token(
     qkv: jax.Array,
-    cache: LayerCache,
+    cache: Pages,
+    table: jax.Array,
     positions: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     norms: tuple[jax.Array, jax.Array] | None,
     eps: float,
     window: int | None,
     placement: Placement | None = None,
-) -> tuple[jax.Array, LayerCache]:
+) -> tuple[jax.Array, Pages]:
     """One token a row: normed, turned and written to the cache, to which its queries then attend.
 
     Args:
       qkv: [B, K, G + 2, H], neither normed nor turned.
-      cache: [B, S, K, H].
-      positions: int32[B]; a row whose position is outside 0..S-1 writes nothing and gives zeros.
+      cache: without the token.
+      table: int32[B, J], each row's pages.
+      positions: int32[B]; a row whose position is outside its pages writes nothing and gives zeros.
       angles: of `rotary_angles`, float32[B, H / 2] each.
       norms: weights of the norms of queries and keys, float32[B or 1, H] each, or None.
       eps: of these norms.
@@ -148,8 +154,8 @@ def attend_token(
       [B, K, G, H] in qkv's dtype, and the cache with the token. A row does not depend on others.
     """
 
-    def attend(qkv: Any, k: Any, v: Any, *rest: Any) -> tuple[jax.Array, ...]:
-        return decode_attention(qkv, k, v, *rest, eps=eps, window=window)
+    def attend(qkv: Any, cache: Any, *rest: Any) -> tuple[jax.Array, Pages]:
+        return decode_attention(qkv, cache, *rest, eps=eps, window=window)
 
     heads = None if placement is None else placement.mesh_axis("kv_heads")
     token, held, rest = (
@@ -157,6 +163,5 @@ def attend_token(
         PartitionSpec(None, None, heads),
         PartitionSpec(),
     )
-    split = on_shards(attend, placement, (token, held, held, rest, rest, rest), (token, held, held))
-    y, k, v = split(qkv, cache.k, cache.v, positions, angles, norms)
-    return y, LayerCache(k, v)
+    split = on_shards(attend, placement, (token, held, *(rest,) * 4), (token, held))
+    return split(qkv, cache, table, positions, angles, norms)

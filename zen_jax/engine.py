@@ -4,7 +4,8 @@ The engine owns nothing that changes but its compiled programs: `DecodeState` an
 and come out, donated. One call reads chunks of several prompts straight into their rows; another
 makes decode steps over all rows, each with the slot of its variant.
 
-Letters: B rows, S positions of a row, C chunks of T tokens, M slots, V vocabulary.
+Letters: B rows, N pages of P positions, J pages of a row at most, C chunks of T tokens, M slots,
+V vocabulary.
 """
 
 import dataclasses
@@ -29,9 +30,10 @@ from zen_jax.engine_state import (
     DecodeState,
     EngineConfig,
 )
-from zen_jax.kv_cache import KV_AXES, ChunkRows, LayerCache, make_cache
+from zen_jax.kv_cache import KV_AXES, InPages, make_cache, pages_for, reach
 from zen_jax.layout import Params, ParamSpec, map_specs
 from zen_jax.model import Transformer, make_merge
+from zen_jax.pages import NO_PAGE
 from zen_jax.programs import Programs, Progress
 from zen_jax.sampler import (
     MAX_STOPS,
@@ -114,6 +116,11 @@ class Engine:
         return self.programs.compiles
 
     @property
+    def reach(self) -> int | None:
+        """How many of its last positions a row needs; None: all of them."""
+        return reach(self.config)
+
+    @property
     def params(self) -> Params:
         """The base's arrays."""
         return self._params
@@ -154,8 +161,8 @@ class Engine:
         """Sees whether a chunk can be read.
 
         Raises:
-          ValueError: an invalid row, slot or place in the row, no tokens or too many, or a token
-            outside 0..V-1.
+          ValueError: an invalid row, slot or place in the row, no tokens or too many, a token
+            outside 0..V-1, or pages that are not there or not enough.
         """
         sizes, count = self.sizes, len(chunk.token_ids)
         if not 0 <= chunk.row < sizes.rows:
@@ -174,6 +181,15 @@ class Engine:
             raise ValueError(
                 f"{len(set(chunk.stops))} tokens end the answer; expected {MAX_STOPS} at most"
             )
+        if chunk.pages is not None:
+            needed = pages_for(chunk.total, sizes.page_size)
+            if not needed <= len(chunk.pages) <= sizes.columns:
+                raise ValueError(
+                    f"{len(chunk.pages)} pages for {chunk.total} tokens; expected {needed} to "
+                    f"{sizes.columns}"
+                )
+            if any(not NO_PAGE <= page < sizes.all_pages for page in chunk.pages):
+                raise ValueError(f"a page is outside 0 to {sizes.all_pages - 1}")
 
     def prefill(
         self, bank: DeltaBank, state: DecodeState, chunks: Sequence[Chunk]
@@ -240,6 +256,7 @@ class Engine:
         state: DecodeState,
         steps: int = 1,
         rows: Sequence[int] | None = None,
+        table: np.ndarray | None = None,
     ) -> tuple[DecodeState, Sampled]:
         """Makes decode steps over the rows that are active; `state` is donated.
 
@@ -248,6 +265,8 @@ class Engine:
           state: of the rows.
           steps: 1 to max_steps. A row that stops on the way makes no more of them.
           rows: those that go on; all others are given up. None: all.
+          table: int32[B, J], the rows' pages, enough for these steps; not to be changed before they
+            are done. None: each has its own, see `EngineConfig.fixed_table`.
 
         Returns:
           The new state, and what was sampled, [max_steps, B] each; a token is -1 where a row did
@@ -261,7 +280,8 @@ class Engine:
         kept = np.full((self.sizes.rows,), rows is None)
         if rows is not None:
             kept[list(rows)] = True
-        return self.programs(_DECODE, self._params, bank, state, np.int32(steps), kept)
+        table = self.sizes.fixed_table() if table is None else table
+        return self.programs(_DECODE, self._params, bank, state, np.int32(steps), kept, table)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compiles everything that serving needs, several programs at a time.
@@ -303,12 +323,12 @@ class Engine:
         write: Any = jax.jit(functools.partial(write_slot), donate_argnums=0, out_shardings=bank)
         self.programs.add(_WRITE, "write a slot", write, written)
         step: Any = functools.partial(jax.jit, donate_argnums=2, out_shardings=(state, rest))
-        kept = np.zeros((self.sizes.rows,), bool)
+        kept, table = np.zeros((self.sizes.rows,), bool), self.sizes.table({})
         self.programs.add(
             _DECODE,
             "decode",
             step(self._decode_steps),
-            lambda: (*device(), like(np.int32(0)), like(kept)),
+            lambda: (*device(), like(np.int32(0)), like(kept), like(table)),
         )
         chunk_step = step(self._chunk_step)
 
@@ -325,7 +345,7 @@ class Engine:
     ) -> tuple[DecodeState, Sampled]:
         model = self._merge(bind(params, bank.weights, batch.slots))
         offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
-        where = ChunkRows(batch.rows, batch.lengths)
+        where = InPages(batch.table, batch.lengths)
         positions = batch.starts[:, None] + offsets
         hidden, cache = model(batch.tokens, positions, state.cache, self._dtype, where)
         last = jnp.maximum(batch.lengths - 1, 0)[:, None, None]
@@ -336,7 +356,8 @@ class Engine:
             return old.at[batch.rows].set(new.astype(old.dtype), mode="drop")
 
         settings = jax.tree.map(put, state.sampling, batch.sampling)
-        seen = clear_counts(state.seen, jnp.where(batch.starts == 0, batch.rows, -1))
+        seen = clear_counts(state.seen, jnp.where(batch.begins, batch.rows, -1))
+        seen = batch.count_before(seen, settings)
         at = jnp.where(offsets < batch.lengths[:, None], batch.rows[:, None], -1)
         made = positions >= batch.prompts[:, None]
         seen = count_tokens(seen, settings, at.ravel(), batch.tokens.ravel(), made.ravel())
@@ -368,9 +389,10 @@ class Engine:
         state: DecodeState,
         steps: jax.Array,
         kept: jax.Array,
+        table: jax.Array,
     ) -> tuple[DecodeState, Sampled]:
         state = dataclasses.replace(state, active=state.active & kept)
-        shapes = jax.eval_shape(self._decode_step, params, bank, state)[1]
+        shapes = jax.eval_shape(self._decode_step, params, bank, state, table)[1]
         room = jax.tree.map(lambda a: jnp.zeros((self.sizes.max_steps, *a.shape), a.dtype), shapes)
         room = dataclasses.replace(room, token=jnp.full_like(room.token, -1))
 
@@ -379,20 +401,21 @@ class Engine:
 
         def step(carry: tuple[jax.Array, DecodeState, Sampled]) -> Any:
             i, state, room = carry
-            state, sampled = self._decode_step(params, bank, state)
+            state, sampled = self._decode_step(params, bank, state, table)
             return i + 1, state, jax.tree.map(lambda all, one: all.at[i].set(one), room, sampled)
 
         _, state, room = jax.lax.while_loop(more, step, (jnp.int32(0), state, room))
         return state, room
 
     def _decode_step(
-        self, params: Params, bank: DeltaBank, state: DecodeState
+        self, params: Params, bank: DeltaBank, state: DecodeState, table: jax.Array
     ) -> tuple[DecodeState, Sampled]:
         active = state.active
         slots = jnp.where(active, state.slots, BASE_SLOT)
         model = self._merge(bind(params, bank.weights, slots))
-        at = jnp.where(active, state.lengths, state.cache[0].k.shape[1])
-        hidden, cache = model(state.tokens[:, None], at[:, None], state.cache, self._dtype)
+        at = jnp.where(active, state.lengths, -1)[:, None]
+        where = InPages(table)
+        hidden, cache = model(state.tokens[:, None], at, state.cache, self._dtype, where)
         lengths = state.lengths + active
         logits = self._logits(model, hidden, bank, slots)[:, 0]
         sampled = sample(logits, state.sampling.only(active), state.seen, lengths)
@@ -427,7 +450,7 @@ class Engine:
 
     def _empty_state(self) -> DecodeState:
         sizes = self.sizes
-        cache = make_cache(self.config, sizes.rows, sizes.max_length, self._dtype)
+        cache = make_cache(self.config, sizes.all_pages, sizes.page_size, sizes.held_as)
         return DecodeState.empty(cache, sizes.rows, self.config.vocab_size)
 
     def _replicated(self) -> Any:
@@ -440,8 +463,7 @@ class Engine:
             return None
         kv, rest = self.placement.sharding(KV_AXES), self._replicated()
         others = jax.tree.map(lambda _: rest, jax.eval_shape(self._empty_state))
-        cache = [LayerCache(kv, kv) for _ in range(self.config.num_layers)]
-        return dataclasses.replace(others, cache=cache)
+        return dataclasses.replace(others, cache=jax.tree.map(lambda _: kv, others.cache))
 
     def _bank_shardings(self, *, stacked: bool) -> DeltaBank | None:
         """Where the parts of a slot lie, or of the bank when stacked."""

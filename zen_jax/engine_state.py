@@ -1,19 +1,22 @@
 """What the engine is made for, what it keeps between two calls, and what a call brings.
 
-Letters: B rows, S positions of a row, C chunks of T tokens, V vocabulary.
+Letters: B rows, S positions of a row, N pages of P positions, J pages of a row at most, C chunks of
+T tokens, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.paged_attention.pages import BLOCK, DTYPES, Pages
 from zen_jax.chunking import Shape, chunk_shapes
-from zen_jax.kv_cache import LayerCache
-from zen_jax.sampler import RowSampling, init_seen
+from zen_jax.kv_cache import own_pages, pages_for
+from zen_jax.pages import NO_PAGE
+from zen_jax.sampler import RowSampling, count_tokens, init_seen
 from zen_jax.sampling import SamplingParams
 
 # An array on host or device, or where one lies.
@@ -34,9 +37,13 @@ class EngineConfig:
       chunk_tokens: prompt tokens that one call reads at most, which is what a long prompt holds
         the decoding of others up by.
       max_steps: decode steps that one call makes at most.
-      dtype: of activations, keys and values: "float32" or "bfloat16".
+      dtype: of activations: "float32" or "bfloat16".
       products: what activations are rounded to before they meet a weight, "float32" or "bfloat16":
         as fast as bfloat16 activations, with sums and everything else in `dtype`.
+      page_size: P, positions of a page, a multiple of 16; `max_length` or more makes fixed rows.
+      pages: N; None has as many as all rows need at their longest.
+      kv_dtype: of keys and values, one of `pallas_kernels.paged_attention.pages.DTYPES`; None takes
+        `dtype`.
     """
 
     rows: int = 16
@@ -45,6 +52,9 @@ class EngineConfig:
     max_steps: int = 8
     dtype: str = "float32"
     products: str = "float32"
+    page_size: int = 32
+    pages: int | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("max_length", 2), ("chunk_tokens", 2), ("max_steps", 1)):
@@ -55,6 +65,53 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in ("float32", "bfloat16"):
                 raise ValueError(f"{name} is {value!r}; expected 'float32' or 'bfloat16'")
+        if self.held_as not in DTYPES:
+            raise ValueError(f"kv_dtype is {self.kv_dtype!r}; expected one of {', '.join(DTYPES)}")
+        if self.page_size < 1 or (self.page_size % BLOCK and self.columns > 1):
+            raise ValueError(
+                f"page_size is {self.page_size}; expected a multiple of {BLOCK}, or max_length, "
+                f"{self.max_length}, for fixed rows"
+            )
+        if self.all_pages < self.columns:
+            raise ValueError(
+                f"there are {self.pages} pages of {self.page_size} tokens; a request of max_length "
+                f"{self.max_length} needs {self.columns}: give the cache more bytes, or shorten it"
+            )
+
+    @property
+    def held_as(self) -> str:
+        """The dtype of keys and values."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def columns(self) -> int:
+        """J, pages of a row at its longest."""
+        return pages_for(self.max_length, self.page_size)
+
+    @property
+    def all_pages(self) -> int:
+        """N."""
+        return self.rows * self.columns if self.pages is None else self.pages
+
+    def table(self, pages: Mapping[int, Sequence[int]]) -> np.ndarray:
+        """Page tables of all rows, int32[B, J]; rows that are not among `pages` have none."""
+        table = np.full((self.rows, self.columns), NO_PAGE, np.int32)
+        for row, own in pages.items():
+            table[row, : len(own)] = own
+        return table
+
+    def fixed_table(self) -> np.ndarray:
+        """The table in which each row has pages of its own, int32[B, J].
+
+        Raises:
+          ValueError: there are too few pages for that.
+        """
+        if self.all_pages < self.rows * self.columns:
+            raise ValueError(
+                f"{self.rows} rows of {self.columns} pages have not each their own: there are "
+                f"{self.all_pages}; say which pages each row has"
+            )
+        return own_pages(self.rows, self.columns)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -68,7 +125,7 @@ class DecodeState:
     """Everything that a call reads and writes.
 
     Attributes:
-      cache: keys and values of every layer, [B, S, K, H].
+      cache: keys and values of every layer, [N, P, K, H].
       lengths: int32[B], tokens in the cache.
       tokens: int32[B], the newest token of a row, not yet in the cache.
       slots: int32[B], each row's variant; -1 is the base.
@@ -77,7 +134,7 @@ class DecodeState:
       seen: int32[B, V], which tokens stand in the row, for penalties; see `zen_jax.sampler`.
     """
 
-    cache: list[LayerCache]
+    cache: list[Pages]
     lengths: Array
     tokens: Array
     slots: Array
@@ -86,7 +143,7 @@ class DecodeState:
     seen: Array
 
     @classmethod
-    def empty(cls, cache: list[LayerCache], rows: int, vocab_size: int) -> "DecodeState":
+    def empty(cls, cache: list[Pages], rows: int, vocab_size: int) -> "DecodeState":
         """A state without requests."""
 
         def full(value: int) -> jax.Array:
@@ -122,6 +179,10 @@ class Chunk:
         that is read is the prompt.
       targets: the token that comes after each of this part's, to give their log-probabilities; of
         the last of a prompt it is not known, and there is none. Empty: they are not wanted.
+      pages: of the row, from position 0 on, `NO_PAGE` where none is needed any more; None takes the
+        row's own, see `EngineConfig.fixed_table`.
+      before: the sequence's first tokens, whose keys and values another request has left in these
+        pages; given with the first chunk of a row, which then begins behind them.
     """
 
     row: int
@@ -136,6 +197,13 @@ class Chunk:
     end: int | None = None
     prompt: int | None = None
     targets: Sequence[int] = ()
+    pages: Sequence[int] | None = None
+    before: Sequence[int] = ()
+
+    @property
+    def begins(self) -> bool:
+        """Whether it is the first of its row's."""
+        return self.start == len(self.before)
 
     @property
     def total(self) -> int:
@@ -153,6 +221,7 @@ class Chunk:
                 last=self.last and at + size >= count,
                 prompt=self.total if self.prompt is None else self.prompt,
                 targets=self.targets[at : at + size],
+                before=() if at else self.before,
             )
             for at in range(0, count, size)
         ]
@@ -174,6 +243,9 @@ class ChunkBatch:
       sampling: settings, C rows.
       targets: int32[C, T], the token after each.
       wanted: bool, whether some chunk's log-probabilities are.
+      table: int32[C, J].
+      begins: bool[C].
+      before: int32[C, S], where their counts matter; -1 elsewhere.
     """
 
     tokens: Array
@@ -186,6 +258,9 @@ class ChunkBatch:
     sampling: RowSampling
     targets: Array
     wanted: Array
+    table: Array
+    begins: Array
+    before: Array
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], shape: Shape, sizes: EngineConfig) -> "ChunkBatch":
@@ -193,9 +268,15 @@ class ChunkBatch:
         nobody = Chunk(sizes.rows, BASE_SLOT, ())
         padded = [*chunks, *[nobody] * (shape[0] - len(chunks))]
         tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        table = np.full((shape[0], sizes.columns), NO_PAGE, np.int32)
+        before = np.full((shape[0], sizes.max_length), -1, np.int32)
         for i, chunk in enumerate(chunks):
             tokens[i, : len(chunk.token_ids)] = chunk.token_ids
             targets[i, : len(chunk.targets)] = chunk.targets
+            pages = sizes.fixed_table()[chunk.row] if chunk.pages is None else chunk.pages
+            table[i, : len(pages)] = pages
+            if chunk.before and chunk.sampling.penalised:
+                before[i, : len(chunk.before)] = chunk.before
 
         def each(values: list[int]) -> np.ndarray:
             return np.array(values, np.int32)
@@ -212,7 +293,26 @@ class ChunkBatch:
             sampling=jax.tree.map(lambda *leaves: np.concatenate(leaves), *settings),
             targets=targets,
             wanted=np.array(any(chunk.targets for chunk in chunks)),
+            table=table,
+            begins=np.array([c.begins for c in padded]),
+            before=before,
         )
+
+    def count_before(self, seen: jax.Array, rows: RowSampling) -> jax.Array:
+        """Counts of tokens, int32[B, V], with those that were in the rows' pages already.
+
+        Args:
+          seen: the counts.
+          rows: settings of the B rows.
+        """
+        places = jnp.arange(self.before.shape[1])
+
+        def count() -> jax.Array:
+            at = jnp.where(self.before >= 0, self.rows[:, None], -1)
+            made = places >= self.prompts[:, None]
+            return count_tokens(seen, rows, at.ravel(), self.before.ravel(), made.ravel())
+
+        return jax.lax.cond(jnp.any(self.before >= 0), count, lambda: seen)
 
 
 def _prompt(chunk: Chunk) -> int:

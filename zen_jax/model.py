@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.decode_attention import ops, reference
 from pallas_kernels.decode_attention.reference import rotate
+from pallas_kernels.paged_attention.pages import Pages
 from zen_jax.attention import (
     attend,
     attend_rows,
@@ -26,7 +27,7 @@ from zen_jax.attention import (
     visible,
 )
 from zen_jax.config import ModelConfig
-from zen_jax.kv_cache import ChunkRows, LayerCache, write_chunks
+from zen_jax.kv_cache import InPages
 from zen_jax.layout import Params, ParamSpec, map_specs, param_specs
 from zen_jax.linear import embed, linear, vector
 from zen_jax.sharding import Placement, on_shards
@@ -150,8 +151,8 @@ class Attention(nnx.Module):
         return rotate(q, angles), rotate(k, angles), v
 
     def decode(
-        self, x: jax.Array, positions: jax.Array, cache: LayerCache
-    ) -> tuple[jax.Array, LayerCache]:
+        self, x: jax.Array, positions: jax.Array, cache: Pages, table: jax.Array
+    ) -> tuple[jax.Array, Pages]:
         """One token a row, [B, 1, D], to the cache -> [B, K, G, H] and the cache with it."""
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
@@ -160,6 +161,7 @@ class Attention(nnx.Module):
         return attend_token(
             self.fused(x)[:, 0],
             cache,
+            table,
             at,
             rotary_angles(at, rotary_frequencies(self.config)),
             norms,
@@ -172,25 +174,23 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         positions: jax.Array,
-        cache: LayerCache | None,
-        where: ChunkRows | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
+        cache: Pages | None,
+        where: InPages | None = None,
+    ) -> tuple[jax.Array, Pages | None]:
         """Attends causally to x itself; or, one token a row, to the cache; or, chunks of prompts,
         each to its own row of the cache.
 
-        Returns the output [B, T, D] and the layer's keys and values: x's own, or the cache with
-        them written at ``positions``.
+        Returns the output [B, T, D], and the cache with x's keys and values at ``positions``.
         """
-        if cache is None:
+        if cache is None or where is None:
             q, k, v = self.project(x, positions)
-            y, seen = attend(q, k, v, visible(positions, positions, self.window)), LayerCache(k, v)
-        elif where is None:
-            y, seen = self.decode(x, positions, cache)
+            y, seen = attend(q, k, v, visible(positions, positions, self.window)), None
+        elif where.lengths is None:
+            y, seen = self.decode(x, positions, cache, where.table)
         else:
-            q, k, v = self.project(x, positions, serving=True)
-            starts = positions[:, 0]
-            seen = write_chunks(cache, k, v, starts, where)
-            y = attend_rows(q, seen, where, starts, self.window, self.qkv.how.placement)
+            qkv = self.project(x, positions, serving=True)
+            how = (self.window, self.qkv.how.placement)
+            y, seen = attend_rows(qkv, cache, where, positions[:, 0], *how)
         return self.o(y.reshape(*x.shape[:2], -1)), seen
 
 
@@ -222,10 +222,10 @@ class Layer(nnx.Module):
         self,
         x: jax.Array,
         positions: jax.Array,
-        cache: LayerCache | None,
-        where: ChunkRows | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
-        """[B, T, D] -> [B, T, D] and the layer's keys and values."""
+        cache: Pages | None,
+        where: InPages | None = None,
+    ) -> tuple[jax.Array, Pages | None]:
+        """[B, T, D] -> [B, T, D] and the layer's cache."""
         serving = cache is not None
         y, seen = self.attention(self.attn_norm(x, serving), positions, cache, where)
         x = x + y
@@ -251,18 +251,17 @@ class Transformer(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        cache: list[LayerCache] | None = None,
+        cache: list[Pages] | None = None,
         dtype: jax.typing.DTypeLike = jnp.float32,
-        where: ChunkRows | None = None,
-    ) -> tuple[jax.Array, list[LayerCache]]:
+        where: InPages | None = None,
+    ) -> tuple[jax.Array, list[Pages]]:
         """int32[B, T] tokens and positions -> hidden states dtype[B, T, D] after the final norm,
-        and every layer's keys and values. With ``where``, a batch of chunks of prompts, each of a
-        row of the cache."""
+        and every layer's cache with them, where there is one. A cache goes with ``where``."""
         x = self.embed.lookup(tokens, dtype)
         seen = []
         for i, layer in enumerate(self.layers):
             x, kept = layer(x, positions, None if cache is None else cache[i], where)
-            seen.append(kept)
+            seen += [] if kept is None else [kept]
         return self.final_norm(x, cache is not None), seen
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -80,6 +80,11 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def penalised(self) -> bool:
+        """Whether it matters which tokens stand in prompt and answer."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
     def validate(self, vocab_size: int | None = None) -> None:
         """Checks every field.
 

@@ -1,10 +1,11 @@
 // What a decode step does between its products, on the CPU, through XLA's FFI: RMSNorm, and one
-// token's attention to its row of the cache.
+// token's attention to its row of a cache in pages.
 //
 // XLA's own code for that turns whole caches about before it multiplies, reads all S positions of a
 // row, and is two dozen small programs a layer. Here a row's live positions are read once, a chunk
 // of them at a time. A row's sums run in an order that depends on its own position alone: it has
-// the same bits in any batch and with any number of threads, and in AVX-512, AVX2 or plain loops.
+// the same bits in any batch, in pages of any size, with any number of threads, and in AVX-512, AVX2
+// or plain loops.
 
 #include <algorithm>
 #include <cmath>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "cpu_lanes.h"
+#include "cpu_pages.h"
 #include "cpu_threads.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -34,12 +36,13 @@ struct Heads {
   float scale;
 };
 
-// Up to 16 positions of one head's keys or values, and what will be read after them.
+// Up to 16 positions of one head's keys or values, of which the first `skip` are not seen, and what
+// will be read after them.
 template <typename T>
 struct Block {
   const T* here;
   const T* next;
-  int64_t count;
+  int64_t skip, count;
 };
 
 // Of some positions: the largest score and the sum of e^(score - largest).
@@ -47,20 +50,11 @@ struct Softmax {
   float largest, sum;
 };
 
-// To the nearest, ties to even; a NaN stays one.
-void narrow(float value, uint16_t* bfloat16) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const bool nan = (bits & 0x7FFFFFFF) > 0x7F800000;
-  *bfloat16 = nan ? (bits >> 16 | 0x40) : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-}
-void narrow(float value, float* same) { *same = value; }
-
 // What there is of each kind of lanes.
 template <typename T>
 struct Code {
-  void (*attend_chunk)(const Heads&, const float*, const T*, const T*, int64_t, int64_t, float*,
-                       float*, Softmax*);
+  void (*attend_chunk)(const Heads&, const float*, const T* const*, int64_t, int64_t, int64_t,
+                       float*, float*, Softmax*);
   void (*combine)(const Heads&, float*, const Softmax*, int64_t, int64_t, float*);
 };
 
@@ -131,10 +125,19 @@ struct Problem {
   Norm q_norm, k_norm;
   float eps;
   int64_t window;     // positions seen, or 0 for all
-  int64_t rows, kv_heads, length;
+  int64_t rows, kv_heads;
   Heads heads;
+  Pages pages;
   const float* queries;  // [rows, kv_heads, group, padded], turned
   float* y;              // [rows, kv_heads, group, size]
+
+  // The first position that row r sees, or -1 where it sees nothing.
+  int64_t first(int64_t r) const {
+    const int64_t position = positions[r];
+    if (position < 0 || position >= pages.positions()) return -1;
+    const int64_t from = window ? std::max<int64_t>(0, position + 1 - window) : 0;
+    return pages.has_all(r, from, position) ? from : -1;
+  }
 };
 
 // A head of row r, normed where the model does that, turned by its position's angles.
@@ -154,54 +157,89 @@ void turn(const Problem& p, int64_t r, const float* head, const Norm& by, float*
 
 // Every live row's queries, turned, in whole lanes; its new key and value go into the cache.
 template <typename T>
-std::vector<float> prepare(const Problem& p, T* k, T* v) {
+std::vector<float> prepare(const Problem& p, const Side<T>& k, const Side<T>& v) {
   const Heads& h = p.heads;
   std::vector<float> queries(p.rows * p.kv_heads * h.group * h.padded), key(h.size);
   for (int64_t r = 0; r < p.rows; r++) {
-    const int64_t position = p.positions[r];
-    if (position < 0 || position >= p.length) continue;
+    if (p.first(r) < 0) continue;
+    const int64_t place = p.pages.place(r, p.positions[r]);
     for (int64_t head = 0; head < p.kv_heads; head++) {
       const int64_t unit = r * p.kv_heads + head;
       const float* fused = p.qkv + unit * (h.group + 2) * h.size;
       for (int64_t g = 0; g < h.group; g++)
         turn(p, r, fused + g * h.size, p.q_norm, &queries[(unit * h.group + g) * h.padded]);
       turn(p, r, fused + h.group * h.size, p.k_norm, key.data());
-      const float* value = fused + (h.group + 1) * h.size;
-      const int64_t at = (r * p.length + position) * h.stride + head * h.size;
-      for (int64_t i = 0; i < h.size; i++) {
-        narrow(key[i], k + at + i);
-        narrow(value[i], v + at + i);
-      }
+      p.pages.write(k, place, head, key.data());
+      p.pages.write(v, place, head, fused + (h.group + 1) * h.size);
     }
   }
   return queries;
 }
 
-// Positions begin .. end - 1 of a row.
+// Positions begin .. end - 1 of a row, of which those before `first` are not seen.
 struct Chunk {
-  int64_t row, begin, end;
+  int64_t row, begin, first, end;
 };
 
-// Every row's live positions, cut at multiples of kChunk, whatever the other rows are.
+// Every row's live positions, cut at multiples of kChunk, whatever the other rows are. A chunk begins
+// with a whole block of positions, which no page divides.
 std::vector<Chunk> chunks_of(const Problem& p) {
   std::vector<Chunk> chunks;
   for (int64_t r = 0; r < p.rows; r++) {
+    int64_t first = p.first(r);
+    if (first < 0) continue;
     const int64_t end = int64_t{p.positions[r]} + 1;
-    if (end < 1 || end > p.length) continue;
-    int64_t begin = p.window ? std::max<int64_t>(0, end - p.window) : 0;
-    for (int64_t next; begin < end; begin = next) {
-      next = std::min(end, (begin / kChunk + 1) * kChunk);
-      chunks.push_back({r, begin, next});
+    for (int64_t next; first < end; first = next) {
+      next = std::min(end, (first / kChunk + 1) * kChunk);
+      chunks.push_back({r, first / kLanes * kLanes, first, next});
     }
   }
   return chunks;
 }
 
+// Where the blocks of a chunk lie: those of its keys, of its values, and the next two keys', all at
+// one head. What is behind the last block of a row is never read, only asked for.
+template <typename T>
+void find_blocks(const Problem& p, const Side<T>& k, const Side<T>& v, const Chunk& chunk, int64_t head,
+                 const T** blocks) {
+  const auto at = [&](const Side<T>& side, int64_t position) {
+    return side.data + p.pages.place(chunk.row, position) * p.heads.stride + head * p.heads.size;
+  };
+  for (int64_t s = chunk.begin; s < chunk.end; s += kLanes) *blocks++ = at(k, s);
+  for (int64_t s = chunk.begin; s < chunk.end; s += kLanes) *blocks++ = at(v, s);
+  for (int64_t i = 0; i < 2; i++) {
+    const int64_t s = std::min<int64_t>(chunk.end + i * kLanes, p.positions[chunk.row]);
+    blocks[i] = at(k, s);
+  }
+}
+
+// The same for a cache of 8 bits: some heads of a chunk as floats, `room` [2][kChunk][heads][size].
+template <typename T>
+void widen_blocks(const Problem& p, const Side<T>& k, const Side<T>& v, const Chunk& chunk, int64_t head,
+                  int64_t heads, float* room, const float** blocks) {
+  const int64_t size = p.heads.size, stride = heads * size;
+  for (const Side<T>* side : {&k, &v}) {
+    for (int64_t s = chunk.begin; s < chunk.end; s++) {
+      const float* here = room + (s - chunk.begin) * stride;
+      if ((s - chunk.begin) % kLanes == 0) *blocks++ = here;
+      if (s < chunk.first) continue;
+      const int64_t place = p.pages.place(chunk.row, s);
+      for (int64_t n = 0; n < heads; n++)
+        p.pages.read(*side, place, head + n, room + (s - chunk.begin) * stride + n * size, 1);
+    }
+    room += kChunk * stride;
+  }
+  blocks[0] = blocks[1] = blocks[-1];
+}
+
 // Attention of every row's queries to each of its chunks, apart; `sums` and `softmax` are
 // [chunks, kv heads, G, ...].
 template <typename T>
-void attend_chunks(const Problem& p, ffi::ThreadPool& pool, const Code<T>& code, const T* k,
-                   const T* v, const std::vector<Chunk>& chunks, float* sums, Softmax* softmax) {
+void attend_chunks(const Problem& p, ffi::ThreadPool& pool, int64_t level, const Side<T>& k,
+                   const Side<T>& v, const std::vector<Chunk>& chunks, float* sums, Softmax* softmax) {
+  // What the loops over lanes read.
+  using Read = std::conditional_t<kScaled<T>, float, T>;
+  const Code<Read> code = choose<Read>(level);
   const Heads& h = p.heads;
   const int64_t count = chunks.size();
   int64_t live = 0;
@@ -215,44 +253,55 @@ void attend_chunks(const Problem& p, ffi::ThreadPool& pool, const Code<T>& code,
     const Chunk& chunk = chunks[i / parts];
     const int64_t head = i % parts * share, heads = std::min(share, p.kv_heads - head);
     if (heads <= 0) return;
-    const int64_t at = (chunk.row * p.length + chunk.begin) * h.stride + head * h.size;
     const int64_t of_row = (chunk.row * p.kv_heads + head) * h.group;
     const int64_t of_chunk = (i / parts * p.kv_heads + head) * h.group;
-    thread_local std::vector<float> weights;
+    thread_local std::vector<float> weights, room;
     weights.resize(heads * h.group * kChunk);
-    code.attend_chunk(h, p.queries + of_row * h.padded, k + at, v + at, chunk.end - chunk.begin,
-                      heads, weights.data(), sums + of_chunk * h.padded, softmax + of_chunk);
+    const Read* blocks[2 * kChunk / kLanes + 2];
+    Heads lying = h;
+    if constexpr (kScaled<T>) {
+      room.resize(2 * kChunk * heads * h.size);
+      widen_blocks(p, k, v, chunk, head, heads, room.data(), blocks);
+      lying.stride = heads * h.size;
+    } else {
+      find_blocks(p, k, v, chunk, head, blocks);
+    }
+    code.attend_chunk(lying, p.queries + of_row * h.padded, blocks, chunk.end - chunk.begin,
+                      chunk.first - chunk.begin, heads, weights.data(), sums + of_chunk * h.padded,
+                      softmax + of_chunk);
   });
 }
 
 template <typename T>
-void attend(Problem& p, ffi::ThreadPool& pool, int64_t level, T* k, T* v) {
+void attend(Problem& p, ffi::ThreadPool& pool, int64_t level, const Side<T>& k, const Side<T>& v) {
   const Heads& h = p.heads;
   const int64_t heads = p.kv_heads * h.group;
-  const Code<T> code = choose<T>(level);
   const std::vector<float> queries = prepare(p, k, v);
   p.queries = queries.data();
   const std::vector<Chunk> chunks = chunks_of(p);
   const int64_t count = chunks.size();
   std::vector<float> sums(count * heads * h.padded);
   std::vector<Softmax> softmax(count * heads);
-  attend_chunks(p, pool, code, k, v, chunks, sums.data(), softmax.data());
+  attend_chunks(p, pool, level, k, v, chunks, sums.data(), softmax.data());
   std::fill(p.y, p.y + p.rows * heads * h.size, 0.0f);
+  const auto combine = choose<float>(level).combine;
   for (int64_t first = 0, next; first < count; first = next) {
     const int64_t row = chunks[first].row;
     for (next = first; next < count && chunks[next].row == row;) next++;
     for (int64_t n = 0; n < heads; n++)
-      code.combine(h, &sums[(first * heads + n) * h.padded], &softmax[first * heads + n],
-                   next - first, heads, p.y + (row * heads + n) * h.size);
+      combine(h, &sums[(first * heads + n) * h.padded], &softmax[first * heads + n], next - first,
+              heads, p.y + (row * heads + n) * h.size);
   }
 }
 
 ffi::Error attend_impl(ffi::ThreadPool pool, float eps, int64_t window, int64_t level,
                        ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> cos,
-                       ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> positions, ffi::AnyBuffer k,
-                       ffi::AnyBuffer, ffi::Buffer<ffi::F32> q_norm, ffi::Buffer<ffi::F32> k_norm,
-                       ffi::ResultBuffer<ffi::F32> y, ffi::Result<ffi::AnyBuffer> k_out,
-                       ffi::Result<ffi::AnyBuffer> v_out) {
+                       ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> positions,
+                       ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::F32> q_norm,
+                       ffi::Buffer<ffi::F32> k_norm, ffi::AnyBuffer, ffi::AnyBuffer,
+                       ffi::Buffer<ffi::F32>, ffi::Buffer<ffi::F32>, ffi::ResultBuffer<ffi::F32> y,
+                       ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v,
+                       ffi::ResultBuffer<ffi::F32> k_scale, ffi::ResultBuffer<ffi::F32> v_scale) {
   const auto qd = qkv.dimensions();
   Problem p{};
   p.qkv = qkv.typed_data();
@@ -265,18 +314,16 @@ ffi::Error attend_impl(ffi::ThreadPool pool, float eps, int64_t window, int64_t 
   p.window = window;
   p.rows = qd[0];
   p.kv_heads = qd[1];
-  p.length = k.dimensions()[1];
   p.heads.group = qd[2] - 2;
   p.heads.size = qd[3];
   p.heads.padded = (qd[3] + kLanes - 1) / kLanes * kLanes;
   p.heads.stride = qd[1] * qd[3];
   p.heads.scale = 1.0 / std::sqrt(static_cast<double>(qd[3]));
+  const auto kd = k->dimensions();
+  p.pages = {table.typed_data(), table.dimensions()[1], kd[0], kd[1], kd[2], kd[3]};
   p.y = y->typed_data();
-  void *keys = k_out->untyped_data(), *values = v_out->untyped_data();
-  if (k.element_type() == ffi::BF16)
-    attend(p, pool, level, static_cast<uint16_t*>(keys), static_cast<uint16_t*>(values));
-  else
-    attend(p, pool, level, static_cast<float*>(keys), static_cast<float*>(values));
+  with_sides(*k, *v, k_scale->typed_data(), v_scale->typed_data(),
+             [&](const auto& keys, const auto& values) { attend(p, pool, level, keys, values); });
   return ffi::Error::Success();
 }
 
@@ -306,13 +353,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ZenDecodeAttention, attend_impl,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ZenRmsNorm, norm_impl,
                               ffi::Ffi::Bind()

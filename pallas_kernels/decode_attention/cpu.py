@@ -1,7 +1,8 @@
 """A decode step's norms and attention on the CPU: `cpu.cc` through XLA's FFI.
 
-Activations and cache in float32 or bfloat16; everything between is float32. The order of a row's
-sums depends on nothing but its own position, so a row's result has the same bits in any batch.
+Activations in float32 or bfloat16, a cache of any kind; everything between is float32. The order of
+a row's sums depends on nothing but its own position, so a row's result has the same bits in any
+batch, and in pages of any size.
 """
 
 import functools
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import cpu_build, target
+from pallas_kernels.paged_attention import cpu_pages
+from pallas_kernels.paged_attention.pages import DTYPES, Pages
 
 _TARGETS = {"zen_decode_attention": "ZenDecodeAttention", "zen_rms_norm": "ZenRmsNorm"}
 
@@ -37,8 +40,8 @@ def built() -> bool:
 
 def takes(x: jax.Array, cache: jax.Array | None = None) -> bool:
     """Whether the kernel has a form for activations, and a cache, of these dtypes."""
-    known = (jnp.bfloat16, jnp.float32)
-    return x.dtype in known and (cache is None or cache.dtype in known)
+    fits = x.dtype in (jnp.bfloat16, jnp.float32)
+    return fits and (cache is None or cache.dtype.name in DTYPES)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -49,21 +52,21 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 def decode_attention(
     qkv: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    pages: Pages,
+    table: jax.Array,
     positions: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     norms: tuple[jax.Array, jax.Array] | None = None,
     eps: float = 0.0,
     window: int | None = None,
     level: int = AVX512,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages]:
     """As `reference.decode_attention`, in place where the cache is donated.
 
     Args:
       qkv: float32 or bfloat16[B, K, G + 2, H].
-      k: float32 or bfloat16[B, S, K, H].
-      v: likewise.
+      pages: of any kind.
+      table: int32[B, J].
       positions: int32[B].
       angles: float32[B, H / 2] each.
       norms: float32[B or 1, H] each.
@@ -73,21 +76,19 @@ def decode_attention(
     """
     batch, kv_heads, group, size = qkv.shape
     absent = jnp.zeros((0, size), jnp.float32)
-    out = (
+    y, pages = cpu_pages.call(
+        "zen_decode_attention",
         jax.ShapeDtypeStruct((batch, kv_heads, group - 2, size), jnp.float32),
-        jax.ShapeDtypeStruct(k.shape, k.dtype),
-        jax.ShapeDtypeStruct(v.shape, v.dtype),
-    )
-    call = jax.ffi.ffi_call("zen_decode_attention", out, input_output_aliases={4: 1, 5: 2})
-    y, k, v = call(
-        qkv.astype(jnp.float32),
-        *angles,
-        positions,
-        k,
-        v,
-        *((absent, absent) if norms is None else norms),
+        (
+            qkv.astype(jnp.float32),
+            *angles,
+            positions,
+            table,
+            *((absent, absent) if norms is None else norms),
+        ),
+        pages,
         eps=np.float32(eps),
         window=np.int64(window or 0),
         level=np.int64(level),
     )
-    return y.astype(qkv.dtype), k, v
+    return y.astype(qkv.dtype), pages

@@ -34,7 +34,7 @@ ZEN_LANES void multiply(const Heads& h, const float* q, const Block<T>& k, int64
   Lanes query[kGroup][kTile], key[kTile];
 #pragma GCC unroll 4
   for (int g = 0; g < kGroup; g++) load_tile<kTile>(q + g * h.padded, i, h.padded, query[g]);
-  for (int64_t j = 0; j < k.count; j++) {
+  for (int64_t j = k.skip; j < k.count; j++) {
     want_tile<kTile>(k.next + j * h.size + i);
     load_tile<kTile>(k.here + j * h.stride, i, h.size, key);
 #pragma GCC unroll 4
@@ -47,7 +47,8 @@ ZEN_LANES void multiply(const Heads& h, const float* q, const Block<T>& k, int64
   }
 }
 
-// Scores of kGroup query heads with a block; -infinity for positions that it does not have.
+// Scores of kGroup query heads with a block; -infinity for positions that it does not have or that
+// are not seen.
 template <int kGroup, typename T>
 ZEN_TARGET void score(const Heads& h, const float* q, const Block<T>& k, float* scores) {
   Lanes sums[kGroup][kLanes];
@@ -61,8 +62,10 @@ ZEN_TARGET void score(const Heads& h, const float* q, const Block<T>& k, float* 
   }
   for (; i < h.size; i += kLanes) multiply<false, kGroup, 1>(h, q, k, i, sums);
   for (int g = 0; g < kGroup; g++) {
+    for (int64_t j = 0; j < k.skip; j++) sums[g][j] = fill(0.0f);
     for (int64_t j = k.count; j < kLanes; j++) sums[g][j] = fill(0.0f);
     store(scores + g * kChunk, mul(across16(sums[g]), fill(h.scale)));
+    for (int64_t j = 0; j < k.skip; j++) scores[g * kChunk + j] = -INFINITY;
     for (int64_t j = k.count; j < kLanes; j++) scores[g * kChunk + j] = -INFINITY;
   }
 }
@@ -91,7 +94,7 @@ ZEN_LANES void gather_tile(const Heads& h, const float* weights, const Block<T>&
   Lanes sums[kGroup][kTile], value[kTile];
 #pragma GCC unroll 4
   for (int g = 0; g < kGroup; g++) load_tile<kTile>(y + g * h.padded, i, h.padded, sums[g]);
-  for (int64_t j = 0; j < v.count; j++) {
+  for (int64_t j = v.skip; j < v.count; j++) {
     want_tile<kTile>(v.next + j * h.size + i);
     load_tile<kTile>(v.here + j * h.stride, i, h.size, value);
 #pragma GCC unroll 4
@@ -125,28 +128,24 @@ void by_fours(int64_t group, const F& of) {
   }
 }
 
-// The block of a chunk from its s-th position on, of the head-th kv head. All heads' blocks lie
-// mixed, position by position. Each asks for a part of the block that comes kAhead blocks later, in
-// the chunk or from `after` on, in the order in which it lies, which the processor's own foresight
-// follows best.
+// Some kv heads with a chunk of positions, of which those up to `skip` are not seen: q and y
+// [heads, G, padded]; `blocks` are those of the chunk's keys at its first head, those of its values,
+// and two that are read next; weights [heads, G, kChunk] is room to work in.
+//
+// All heads' blocks lie mixed, position by position. Each asks for a part of the block that comes
+// two blocks later, in the order in which it lies, which the processor's own foresight follows best.
 template <typename T>
-Block<T> block_of(const Heads& h, const T* start, const T* after, int64_t count, int64_t s,
-                  int64_t head) {
-  constexpr int64_t kAhead = 2 * kLanes;
-  const int64_t later = s + kAhead;
-  const T* next = later < count ? start + later * h.stride : after + (later - count) * h.stride;
-  return {start + s * h.stride + head * h.size, next + head * kLanes * h.size,
-          std::min(kLanes, count - s)};
-}
-
-// Some kv heads with a chunk of positions: q and y [heads, G, padded]; k and v lie at the chunk's
-// first position and head; weights [heads, G, kChunk] is room to work in.
-template <typename T>
-void attend_chunk(const Heads& h, const float* q, const T* k, const T* v, int64_t count,
+void attend_chunk(const Heads& h, const float* q, const T* const* blocks, int64_t count, int64_t skip,
                   int64_t heads, float* weights, float* y, Softmax* softmax) {
+  const int64_t in_chunk = (count + kLanes - 1) / kLanes;
+  const auto block_of = [&](int64_t number, int64_t s, int64_t head) {
+    const T* here = blocks[number] + head * h.size;
+    const T* next = blocks[number + 2] + head * kLanes * h.size;
+    return Block<T>{here, next, std::max<int64_t>(0, skip - s), std::min(kLanes, count - s)};
+  };
   for (int64_t s = 0; s < count; s += kLanes)
     for (int64_t head = 0; head < heads; head++) {
-      const Block<T> block = block_of(h, k, v, count, s, head);
+      const Block<T> block = block_of(s / kLanes, s, head);
       by_fours(h.group, [&](auto some, int64_t g) {
         const int64_t n = head * h.group + g;
         score<some>(h, q + n * h.padded, block, weights + n * kChunk + s);
@@ -156,7 +155,7 @@ void attend_chunk(const Heads& h, const float* q, const T* k, const T* v, int64_
   std::fill(y, y + heads * h.group * h.padded, 0.0f);
   for (int64_t s = 0; s < count; s += kLanes)
     for (int64_t head = 0; head < heads; head++) {
-      const Block<T> block = block_of(h, v, k + count * h.stride, count, s, head);
+      const Block<T> block = block_of(in_chunk + s / kLanes, s, head);
       by_fours(h.group, [&](auto some, int64_t g) {
         const int64_t n = head * h.group + g;
         gather<some>(h, weights + n * kChunk + s, block, y + n * h.padded);

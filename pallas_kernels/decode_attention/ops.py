@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.decode_attention import cpu, reference
+from pallas_kernels.paged_attention import pages as paging
+from pallas_kernels.paged_attention.pages import Pages
 
 Implementation = Literal["auto", "reference", "cpu"]
 
@@ -42,22 +44,23 @@ def rms_norm(
 
 def decode_attention(
     qkv: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    pages: Pages,
+    table: jax.Array,
     positions: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     norms: tuple[jax.Array, jax.Array] | None = None,
     eps: float = 0.0,
     window: int | None = None,
     implementation: Implementation = "auto",
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages]:
     """One token a row attends to its row of the cache; see `reference.decode_attention`.
 
     Args:
       qkv: float[B, K, G + 2, H], neither normed nor turned.
-      k: float[B, S, K, H]; donate it and it is written in place.
-      v: likewise.
-      positions: int32[B]; a row whose position is outside 0..S-1 sees and writes nothing.
+      pages: the cache; donate it and it is written in place.
+      table: int32[B, J], each row's pages; a page outside 0..N-1 is none.
+      positions: int32[B]; a row whose position is outside 0..S-1 sees and writes nothing, nor does
+        one that lacks a page.
       angles: cosine and sine, float32[B, H / 2].
       norms: of queries and keys, float32[B or 1, H], or None.
       eps: of the norms.
@@ -65,22 +68,22 @@ def decode_attention(
       implementation: who computes it.
 
     Returns:
-      [B, K, G, H] in qkv's dtype, zeros for a row that sees nothing; the keys; the values.
+      [B, K, G, H] in qkv's dtype, zeros for a row that sees nothing; and the cache.
 
     Raises:
       ValueError: shapes do not fit, or the implementation is unknown or not to be had here.
     """
-    _check(qkv, k, v, positions, angles, norms, window)
-    case = (qkv, k, v, positions, angles, norms, eps, window)
-    if _on_cpu(implementation, qkv, k):
+    _check(qkv, pages, table, positions, angles, norms, window)
+    case = (qkv, pages, table, positions, angles, norms, eps, window)
+    if _on_cpu(implementation, qkv, pages.k):
         return cpu.decode_attention(*case)
     return reference.decode_attention(*case)
 
 
 def _check(
     qkv: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    pages: Pages,
+    table: jax.Array,
     positions: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     norms: tuple[jax.Array, jax.Array] | None,
@@ -89,10 +92,7 @@ def _check(
     if qkv.ndim != 4 or qkv.shape[2] < 3 or qkv.shape[3] % 2:
         raise ValueError(f"qkv has shape {qkv.shape}; expected [B, K, G + 2, H], H even")
     batch, kv_heads, _, size = qkv.shape
-    if k.ndim != 4 or (k.shape[0], *k.shape[2:]) != (batch, kv_heads, size):
-        raise ValueError(f"k has shape {k.shape}; expected [{batch}, S, {kv_heads}, {size}]")
-    if (v.shape, v.dtype) != (k.shape, k.dtype):
-        raise ValueError(f"v is {v.dtype}{v.shape}; expected {k.dtype}{k.shape}, as k")
+    paging.check(pages, table, batch, kv_heads, size)
     if positions.shape != (batch,) or positions.dtype != jnp.int32:
         raise ValueError(
             f"positions are {positions.dtype}{positions.shape}; expected int32[{batch}]"

@@ -1,10 +1,14 @@
 """What a decode step does between its products, in plain jax.numpy: the specification.
 
-Letters: B rows, S cache, K kv heads, G query heads a kv head, H head size, D any size.
+Letters: B rows, J pages of a row, P positions of a page, S = J P, K kv heads, G query heads a kv
+head, H head size, D any size.
 """
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.paged_attention import pages as paging
+from pallas_kernels.paged_attention.pages import Pages
 
 _MASKED = -1e30
 
@@ -43,26 +47,40 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     return turned.astype(x.dtype)
 
 
+def prepare(
+    qkv: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    norms: tuple[jax.Array, jax.Array] | None,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, K, G, H] and the key [B, K, H], normed and turned, and the value [B, K, H]."""
+    q, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    if norms is not None:
+        q, key = rms_norm(q, norms[0], eps), rms_norm(key, norms[1], eps)
+    return rotate(q, angles), rotate(key, angles), value
+
+
 def decode_attention(
     qkv: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    pages: Pages,
+    table: jax.Array,
     positions: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     norms: tuple[jax.Array, jax.Array] | None = None,
     eps: float = 0.0,
     window: int | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages]:
     """One token a row: its key and value go into the cache, its queries look at what is there.
 
     Queries and the key are normed where `norms` are given, then turned. A row sees positions 0 to
     its own, of these the last `window` when given; what lies elsewhere, be it NaN, has no effect. A
-    row whose position is outside 0..S-1 sees nothing: it writes nothing and its result is zero.
+    row whose position is outside 0..S-1, or that lacks a page of those that it sees, sees nothing:
+    it writes nothing and its result is zero.
 
     Args:
       qkv: float[B, K, G + 2, H]: a kv head's queries, its key, its value.
-      k: float[B, S, K, H], the cache's keys, turned already.
-      v: float[B, S, K, H].
+      pages: the cache; its keys are turned already.
+      table: int32[B, J], each row's pages. Where rows share one, none of them writes to it.
       positions: int32[B], the token's own.
       angles: cosine and sine of `positions`, float32[B, H / 2].
       norms: weights of the RMSNorm of each query and key, float32[B or 1, H].
@@ -70,24 +88,20 @@ def decode_attention(
       window: how many positions are seen, the token's own counted; None: all.
 
     Returns:
-      [B, K, G, H] in qkv's dtype, and the cache's keys and values with the token's written.
-      Scores and sums are float32.
+      [B, K, G, H] in qkv's dtype, and the cache with the token. Scores and sums are float32.
     """
-    q, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
-    if norms is not None:
-        q, key = rms_norm(q, norms[0], eps), rms_norm(key, norms[1], eps)
-    q, key = rotate(q, angles), rotate(key, angles)
-    rows, size = jnp.arange(qkv.shape[0]), k.shape[1]
-    live = (positions >= 0) & (positions < size)
-    at = jnp.where(live, positions, size)
-    k = k.at[rows, at].set(key.astype(k.dtype), mode="drop")
-    v = v.at[rows, at].set(value.astype(v.dtype), mode="drop")
-    distance = positions[:, None] - jnp.arange(size)
-    seen = live[:, None] & (distance >= 0)
-    if window is not None:
-        seen &= distance < window
-    y = _weighted(q, k.astype(q.dtype), v.astype(q.dtype), seen)
-    return jnp.where(live[:, None, None, None], y, 0.0).astype(qkv.dtype), k, v
+    q, key, value = prepare(qkv, angles, norms, eps)
+    count, size = pages.k.shape[:2]
+    first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions + 1 - window, 0)
+    live = paging.there(table, count, size, first, positions)
+    pages = paging.write(
+        pages, table, key[:, None], value[:, None], positions[:, None], live[:, None]
+    )
+    k, v = paging.gather(pages, table, q.dtype)
+    at = jnp.arange(k.shape[1])
+    seen = live[:, None] & (at >= first[:, None]) & (at <= positions[:, None])
+    y = _weighted(q, k, v, seen)
+    return jnp.where(live[:, None, None, None], y, 0.0).astype(qkv.dtype), pages
 
 
 def _weighted(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:

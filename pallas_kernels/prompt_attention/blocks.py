@@ -3,11 +3,10 @@
 The scores of a chunk are never there all at once, and positions behind its end are not looked at.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.pages import Pages
 from pallas_kernels.prompt_attention import reference
 
 # Positions of a block. One that a query does not see changes no bit of its result.
@@ -15,51 +14,54 @@ BLOCK = 128
 _MASKED = -1e30
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def prompt_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    rows: jax.Array,
+    pages: Pages,
+    table: jax.Array,
     starts: jax.Array,
     lengths: jax.Array,
     window: int | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, Pages]:
     """As `reference.prompt_attention`; the softmax is carried along (arXiv:2205.14135).
 
     Args:
       q: float[C, T, K, G, H].
-      k: float[B, S, K, H]; products are of q's dtype, sums and scores float32.
+      k: float[C, T, K, H].
       v: likewise.
-      rows: int32[C].
+      pages: the cache; products are of q's dtype, sums and scores float32.
+      table: int32[C, J].
       starts: int32[C].
       lengths: int32[C].
       window: positions seen, or None.
     """
+    exist, pages = reference.put(k, v, pages, table, starts, lengths, window)
     chunks, size, kv_heads, groups, head = q.shape
-    positions = k.shape[1]
-    block = min(BLOCK, positions)
+    # A block is whole pages, or a part of the one page that a row has.
+    page = pages.k.shape[1]
+    several = max(1, min(BLOCK // page, table.shape[1]))
+    block = min(BLOCK, page) if table.shape[1] == 1 else several * page
     # [C, K, G * T, H]: one product for the queries that share a key.
     wide = jnp.moveaxis(q, 1, 3).reshape(chunks, kv_heads, groups * size, head)
     at = starts[:, None] + jnp.arange(size)
-    exists = (rows >= 0) & (rows < k.shape[0]) & (starts >= 0)
-    ends = jnp.where(exists, jnp.minimum(starts + lengths, positions), 0)
+    ends = jnp.max(jnp.where(exist, at + 1, 0), axis=1)
 
     def add(
         i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, y = carry
-        # The last block may overlap the one before it, and leaves out what that had.
-        start = jnp.minimum(i * block, positions - block)
-        keys = start + jnp.arange(block)
+        keys = i * block + jnp.arange(block)
         distance = at[:, :, None] - keys
-        seen = (distance >= 0) & (keys >= i * block)
+        seen = distance >= 0
         seen = seen if window is None else seen & (distance < window)
+        some = jnp.any(seen & exist[..., None], axis=1)
         seen = jnp.tile(seen, (1, groups, 1))[:, None]
+        near, values = _block(pages, table, keys, q.dtype)
         scores = jnp.einsum(
             "ckth,cskh->ckts",
             wide,
-            _rows(k, rows, start, block).astype(q.dtype),
+            near,
             precision="highest",
             preferred_element_type=jnp.float32,
         )
@@ -67,12 +69,10 @@ def prompt_attention(
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0.0)
         # What no query sees may be anything, not a number even.
-        values = _rows(v, rows, start, block).astype(q.dtype)
-        values = jnp.where((keys < ends[:, None])[..., None, None], values, 0)
         added = jnp.einsum(
             "ckts,cskh->ckth",
             weights.astype(q.dtype),
-            values,
+            jnp.where(some[..., None, None], values, 0),
             precision="highest",
             preferred_element_type=jnp.float32,
         )
@@ -85,32 +85,21 @@ def prompt_attention(
     _, total, y = jax.lax.fori_loop(0, -(-jnp.max(ends) // block), add, first)
     y = y / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     y = jnp.moveaxis(y.reshape(chunks, kv_heads, groups, size, head), 3, 1)
-    there = exists[:, None] & (jnp.arange(size) < lengths[:, None])
-    return jnp.where(there[..., None, None, None], y, 0.0).astype(q.dtype)
+    return jnp.where(exist[..., None, None, None], y, 0.0).astype(q.dtype), pages
 
 
-def _rows(values: jax.Array, rows: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    """[B, S, K, H] -> so many positions from `start` on of each of the rows, [C, size, K, H]."""
-    shape = (1, size, *values.shape[2:])
-    corners = [(rows[c], start, 0, 0) for c in range(rows.shape[0])]
-    return jnp.concatenate([jax.lax.dynamic_slice(values, c, shape) for c in corners])
+def _block(
+    pages: Pages, table: jax.Array, positions: jax.Array, dtype: jax.typing.DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of some positions of every row, [C, S, K, H] each."""
+    count, size = pages.k.shape[:2]
+    column = jnp.minimum(positions // size, table.shape[1] - 1)
+    page = jnp.clip(table[:, column], 0, count - 1)
 
+    def rows(values: jax.Array, scale: jax.Array | None) -> jax.Array:
+        found = values[page, positions % size]
+        if scale is not None:
+            found = found.astype(jnp.float32) * scale[page, positions % size][..., None]
+        return found.astype(dtype)
 
-def _forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    rows: jax.Array,
-    starts: jax.Array,
-    lengths: jax.Array,
-    window: int | None,
-) -> tuple[jax.Array, tuple]:
-    saved = (q, k, v, rows, starts, lengths)
-    return prompt_attention(*saved, window), saved
-
-
-def _backward(window: int | None, saved: tuple, g: jax.Array) -> tuple:
-    return reference.backward(saved, window, g)
-
-
-prompt_attention.defvjp(_forward, _backward)
+    return rows(pages.k, pages.k_scale), rows(pages.v, pages.v_scale)

@@ -1,9 +1,10 @@
-// A prompt's attention on the CPU, through XLA's FFI: chunks of queries, each to its own row of the
-// cache, causal, without the scores ever being whole.
+// A prompt's attention on the CPU, through XLA's FFI: chunks of keys and values go into their rows of
+// a cache in pages, and chunks of queries look at their rows, causal, without the scores ever being
+// whole.
 //
-// Keys of a chunk are turned about and values brought together once for all of its queries. A row's
+// Keys that a chunk sees are turned about and values brought together once for all of its queries. A row's
 // sums run in an order that depends on its own position alone: it has the same bits however prompts
-// are cut and whatever else is read with them, in AVX-512, AVX2 or plain loops.
+// are cut and whatever else is read with them, in pages of any size, in AVX-512, AVX2 or plain loops.
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "cpu_lanes.h"
+#include "cpu_pages.h"
 #include "cpu_threads.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -25,6 +27,7 @@ constexpr int kTile = 4;                         // registers of keys, or of a v
 constexpr int64_t kKeys = kTile * kLanes;
 constexpr int64_t kRows = 6;                     // queries worked on at once
 constexpr int64_t kTask = 8 * kRows;             // queries of one task
+constexpr int64_t kWritten = 64;                 // positions that one task writes
 constexpr int64_t kParallelWork = 1 << 16;       // products below which one thread is faster
 
 // One layer's heads; `padded` is the size in whole lanes.
@@ -80,21 +83,41 @@ Attend choose(int64_t level) {
 
 struct Problem {
   const float* q;          // [chunks, tokens, kv_heads, group, size]
-  float* y;                // likewise
-  const int32_t* rows;     // [chunks], of the cache
+  const float* k;          // [chunks, tokens, kv_heads, size], of the same tokens
+  const float* v;          // likewise
+  float* y;                // as q
   const int32_t* starts;   // [chunks], the first query's position
   const int32_t* lengths;  // [chunks], queries that exist
-  int64_t chunks, tokens, kv_heads, cache_rows, positions;
+  int64_t chunks, tokens, kv_heads;
   Shape shape;
+  Pages pages;
 
-  // Queries of a chunk that exist, and positions that they see.
+  // The first position that a query of a chunk sees.
+  int64_t first(int64_t c) const {
+    return shape.window ? std::max<int64_t>(0, starts[c] + 1 - shape.window) : 0;
+  }
+  // Queries of a chunk that exist; none where a page that they need is not there.
   int64_t queries(int64_t c) const {
-    const bool there = rows[c] >= 0 && rows[c] < cache_rows && starts[c] >= 0;
-    const int64_t room = positions - starts[c];
-    return there ? std::clamp<int64_t>(std::min<int64_t>(lengths[c], room), 0, tokens) : 0;
+    if (starts[c] < 0) return 0;
+    const int64_t room = pages.positions() - starts[c];
+    const int64_t count = std::clamp<int64_t>(std::min<int64_t>(lengths[c], room), 0, tokens);
+    return count && pages.has_all(c, first(c), starts[c] + count - 1) ? count : 0;
   }
   int64_t seen(int64_t c) const { return queries(c) ? starts[c] + queries(c) : 0; }
 };
+
+// Keys and values of some of a chunk's tokens go into the cache.
+template <typename T>
+void write(const Problem& p, const Side<T>& k, const Side<T>& v, int64_t c, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; t++) {
+    const int64_t place = p.pages.place(c, p.starts[c] + t);
+    for (int64_t head = 0; head < p.kv_heads; head++) {
+      const int64_t at = ((c * p.tokens + t) * p.kv_heads + head) * p.shape.size;
+      p.pages.write(k, place, head, p.k + at);
+      p.pages.write(v, place, head, p.v + at);
+    }
+  }
+}
 
 // One kv head of a chunk's row: keys [blocks][size][kKeys], zeros behind the last, values
 // [positions][padded].
@@ -103,24 +126,24 @@ struct Head {
 };
 
 template <typename T>
-void bring(const Problem& p, int64_t c, int64_t head, const T* k, const T* v, const Head& to) {
+void bring(const Problem& p, int64_t c, int64_t head, const Side<T>& k, const Side<T>& v,
+           const Head& to) {
   const Shape& s = p.shape;
-  const int64_t stride = p.kv_heads * s.size, seen = p.seen(c);
-  const int64_t first = s.window ? std::max<int64_t>(0, p.starts[c] + 1 - s.window) / kKeys * kKeys : 0;
-  const int64_t row = p.rows[c] * p.positions * stride + head * s.size;
-  for (int64_t at = first; at < seen; at += kKeys) {
+  const int64_t seen = p.seen(c), first = p.first(c);
+  for (int64_t at = first / kKeys * kKeys; at < seen; at += kKeys) {
     float* block = to.keys + at * s.size;
     for (int64_t j = 0; j < kKeys; j++) {
-      const bool there = at + j < seen;
-      const T* from = k + row + (at + j) * stride;
-      for (int64_t i = 0; i < s.size; i++) block[i * kKeys + j] = there ? widen(from[i]) : 0.0f;
+      const int64_t position = at + j;
+      if (first <= position && position < seen)
+        p.pages.read(k, p.pages.place(c, position), head, block + j, kKeys);
+      else
+        for (int64_t i = 0; i < s.size; i++) block[i * kKeys + j] = 0.0f;
     }
   }
-  for (int64_t at = first; at < seen; at++) {
+  for (int64_t at = first / kKeys * kKeys; at < seen; at++) {
     float* value = to.values + at * s.padded;
-    const T* from = v + row + at * stride;
-    for (int64_t i = 0; i < s.size; i++) value[i] = widen(from[i]);
-    for (int64_t i = s.size; i < s.padded; i++) value[i] = 0;
+    std::fill(value, value + s.padded, 0.0f);
+    if (at >= first) p.pages.read(v, p.pages.place(c, at), head, value, 1);
   }
 }
 
@@ -147,7 +170,8 @@ void attend_task(const Problem& p, Attend attend, int64_t c, int64_t head, const
 }
 
 template <typename T>
-void attend_all(const Problem& p, ffi::ThreadPool& pool, int64_t level, const T* k, const T* v) {
+void attend_all(const Problem& p, ffi::ThreadPool& pool, int64_t level, const Side<T>& k,
+                const Side<T>& v) {
   const Shape& s = p.shape;
   std::vector<int64_t> offset(p.chunks + 1);
   int64_t work = 0;
@@ -164,6 +188,11 @@ void attend_all(const Problem& p, ffi::ThreadPool& pool, int64_t level, const T*
     return Head{at, at + room * s.size};
   };
   const bool alone = work < kParallelWork;
+  const int64_t parts = (p.tokens + kWritten - 1) / kWritten;
+  share_out(pool, p.chunks * parts, alone, [&](int64_t i) {
+    const int64_t c = i / parts, begin = i % parts * kWritten;
+    write(p, k, v, c, begin, std::min(begin + kWritten, p.queries(c)));
+  });
   share_out(pool, p.chunks * p.kv_heads, alone, [&](int64_t i) {
     const int64_t c = i / p.kv_heads, head = i % p.kv_heads;
     if (p.queries(c)) bring(p, c, head, k, v, of(c, head));
@@ -180,34 +209,34 @@ void attend_all(const Problem& p, ffi::ThreadPool& pool, int64_t level, const T*
 }
 
 ffi::Error attend_impl(ffi::ThreadPool pool, int64_t window, int64_t level, ffi::Buffer<ffi::F32> q,
-                       ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> rows,
-                       ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> lengths,
-                       ffi::ResultBuffer<ffi::F32> y) {
-  const auto qd = q.dimensions();
+                       ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> table,
+                       ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> lengths, ffi::AnyBuffer,
+                       ffi::AnyBuffer, ffi::Buffer<ffi::F32>, ffi::Buffer<ffi::F32>,
+                       ffi::ResultBuffer<ffi::F32> y, ffi::Result<ffi::AnyBuffer> keys,
+                       ffi::Result<ffi::AnyBuffer> values, ffi::ResultBuffer<ffi::F32> k_scale,
+                       ffi::ResultBuffer<ffi::F32> v_scale) {
+  const auto qd = q.dimensions(), kd = keys->dimensions();
   Problem p{};
   p.q = q.typed_data();
+  p.k = k.typed_data();
+  p.v = v.typed_data();
   p.y = y->typed_data();
-  p.rows = rows.typed_data();
   p.starts = starts.typed_data();
   p.lengths = lengths.typed_data();
   p.chunks = qd[0];
   p.tokens = qd[1];
   p.kv_heads = qd[2];
-  p.cache_rows = k.dimensions()[0];
-  p.positions = k.dimensions()[1];
   p.shape.group = qd[3];
   p.shape.size = qd[4];
   p.shape.padded = (qd[4] + kLanes - 1) / kLanes * kLanes;
   p.shape.window = window;
   p.shape.scale = 1.0 / std::sqrt(static_cast<double>(qd[4]));
+  p.pages = {table.typed_data(), table.dimensions()[1], kd[0], kd[1], kd[2], kd[3]};
   const int64_t row = p.kv_heads * p.shape.group * p.shape.size;
   for (int64_t c = 0; c < p.chunks; c++)
     std::fill(p.y + (c * p.tokens + p.queries(c)) * row, p.y + (c + 1) * p.tokens * row, 0.0f);
-  const void *keys = k.untyped_data(), *values = v.untyped_data();
-  if (k.element_type() == ffi::BF16)
-    attend_all(p, pool, level, static_cast<const uint16_t*>(keys), static_cast<const uint16_t*>(values));
-  else
-    attend_all(p, pool, level, static_cast<const float*>(keys), static_cast<const float*>(values));
+  with_sides(*keys, *values, k_scale->typed_data(), v_scale->typed_data(),
+             [&](const auto& k, const auto& v) { attend_all(p, pool, level, k, v); });
   return ffi::Error::Success();
 }
 
@@ -219,9 +248,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ZenPromptAttention, attend_impl,
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("level")
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -10,6 +10,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention import pages as paging
+from pallas_kernels.paged_attention.pages import Pages
 from pallas_kernels.prompt_attention import blocks, cpu, reference
 
 Implementation = Literal["auto", "reference", "blocks", "cpu"]
@@ -19,43 +21,47 @@ def prompt_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    rows: jax.Array,
+    pages: Pages,
+    table: jax.Array,
     starts: jax.Array,
     lengths: jax.Array,
     window: int | None = None,
     implementation: Implementation = "auto",
-) -> jax.Array:
-    """Chunks of queries, each to the positions before it in its row of the cache.
+) -> tuple[jax.Array, Pages]:
+    """Chunks of tokens go into their rows of the cache and look at what is before them there.
 
     Args:
       q: float[C, T, K, G, H].
-      k: float[B, S, K, H], keys of the queries' own positions among them.
+      k: float[C, T, K, H], turned already.
       v: likewise.
-      rows: int32[C], each chunk's row; a chunk whose row is outside 0..B-1 gives zeros.
-      starts: int32[C], the position of its first query.
-      lengths: int32[C], queries that exist; those behind them give zeros.
+      pages: the cache; donate it and it is written in place.
+      table: int32[C, J], the pages of each chunk's row; a page outside 0..N-1 is none, and a chunk
+        that lacks one gives zeros.
+      starts: int32[C], the position of its first token.
+      lengths: int32[C], tokens that exist; those behind them give zeros.
       window: positions that a query sees, its own counted; None: all.
       implementation: who computes it.
 
     Returns:
-      [C, T, K, G, H] in q's dtype.
+      [C, T, K, G, H] in q's dtype; and the cache.
 
     Raises:
       ValueError: shapes do not fit, or the implementation is unknown or not to be had here.
     """
-    if q.ndim != 5 or k.ndim != 4 or k.shape[2:] != (q.shape[2], q.shape[4]):
-        raise ValueError(
-            f"q has shape {q.shape} and k {k.shape}; expected [C, T, K, G, H] and [B, S, K, H]"
-        )
-    if (v.shape, v.dtype) != (k.shape, k.dtype):
-        raise ValueError(f"v is {v.dtype}{v.shape}; expected what k is, {k.dtype}{k.shape}")
-    for name, array in (("rows", rows), ("starts", starts), ("lengths", lengths)):
+    if q.ndim != 5:
+        raise ValueError(f"q has shape {q.shape}; expected [C, T, K, G, H]")
+    for name, array in (("k", k), ("v", v)):
+        if array.shape != (*q.shape[:3], q.shape[4]):
+            expected = (*q.shape[:3], q.shape[4])
+            raise ValueError(f"the tokens' {name} has shape {array.shape}; expected {expected}")
+    paging.check(pages, table, q.shape[0], q.shape[2], q.shape[4])
+    for name, array in (("starts", starts), ("lengths", lengths)):
         if array.shape != q.shape[:1] or array.dtype != jnp.int32:
             raise ValueError(f"{name} are {array.dtype}{array.shape}; expected int32 {q.shape[:1]}")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; expected at least 1 position, or None for all")
-    case = (q, k, v, rows, starts, lengths, window)
-    if _on_cpu(implementation, q, k):
+    case = (q, k, v, pages, table, starts, lengths, window)
+    if _on_cpu(implementation, q, pages.k):
         return cpu.prompt_attention(*case)
     chosen = reference if implementation == "reference" else blocks
     return chosen.prompt_attention(*case)
@@ -72,7 +78,7 @@ def _on_cpu(implementation: str, q: jax.Array, k: jax.Array) -> bool:
         case "cpu":
             raise ValueError(
                 f"no CPU kernel for {q.dtype} over a cache of {k.dtype} here; it takes float32 "
-                "over float32 or bfloat16, and has to be built: python -m pallas_kernels.cpu_build"
+                "over any kind of cache, and has to be built: python -m pallas_kernels.cpu_build"
             )
         case _:
             raise ValueError(

@@ -1,77 +1,84 @@
 """What a prompt's attention means, in plain jax.numpy: all scores of a chunk at once.
 
-Letters: C chunks, T queries, K kv heads, G query heads a kv head, H head size, B rows of the cache,
-S positions.
+Letters: C chunks, T tokens, K kv heads, G query heads a kv head, H head size, J pages of a row, P
+positions of a page, S = J P.
 """
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from pallas_kernels.paged_attention import pages as paging
+from pallas_kernels.paged_attention.pages import Pages
 
 # Below every score, and finite: a query without visible positions gives no NaN.
 _MASKED = -1e30
+
+
+def put(
+    k: jax.Array,
+    v: jax.Array,
+    pages: Pages,
+    table: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    window: int | None,
+) -> tuple[jax.Array, Pages]:
+    """Writes chunks into their rows.
+
+    Returns:
+      bool[C, T], which tokens exist: none of a chunk that lacks a page; and the cache with them.
+    """
+    count, size = pages.k.shape[:2]
+    at = starts[:, None] + jnp.arange(k.shape[1])
+    ends = jnp.minimum(starts + jnp.minimum(lengths, k.shape[1]), table.shape[1] * size)
+    first = jnp.zeros_like(starts) if window is None else jnp.maximum(starts + 1 - window, 0)
+    whole = (starts >= 0) & (ends > starts)
+    whole &= paging.there(table, count, size, first, ends - 1)
+    exist = whole[:, None] & (at < ends[:, None])
+    return exist, paging.write(pages, table, k, v, at, exist)
 
 
 def prompt_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    rows: jax.Array,
+    pages: Pages,
+    table: jax.Array,
     starts: jax.Array,
     lengths: jax.Array,
     window: int | None = None,
-) -> jax.Array:
-    """Softmax attention of chunks of queries, causal.
+) -> tuple[jax.Array, Pages]:
+    """Chunks of keys and values go into the cache, chunks of queries look at what is there, causal.
 
-    Query t of chunk c stands at position starts[c] + t of row rows[c] and sees that position and
-    those before it, whose keys and values are in the cache already.
+    Token t of chunk c stands at position starts[c] + t of its row. Its query sees that position and
+    those before it, as they are kept in the cache.
 
     Args:
       q: float[C, T, K, G, H].
-      k: float[B, S, K, H].
+      k: float[C, T, K, H], turned already.
       v: likewise.
-      rows: int32[C], each chunk's row of the cache; a chunk of another row gives zeros.
-      starts: int32[C], the position of its first query.
-      lengths: int32[C], queries that exist; those behind them give zeros.
+      pages: the cache.
+      table: int32[C, J], the pages of each chunk's row; a chunk that lacks one writes nothing and
+        gives zeros. Where rows share one, none of them writes to it.
+      starts: int32[C], the position of its first token.
+      lengths: int32[C], tokens that exist; those behind them are not written and give zeros.
       window: positions that a query sees, its own counted; None: all.
 
     Returns:
-      [C, T, K, G, H] in q's dtype; scores and sums in float32.
+      [C, T, K, G, H] in q's dtype, scores and sums in float32; and the cache.
     """
-    count, tokens = q.shape[:2]
-    own = jnp.clip(rows, 0, k.shape[0] - 1)
-    at = starts[:, None] + jnp.arange(tokens)
-    distance = at[:, :, None] - jnp.arange(k.shape[1])
+    exist, pages = put(k, v, pages, table, starts, lengths, window)
+    keys, values = paging.gather(pages, table, jnp.float32)
+    at = starts[:, None] + jnp.arange(q.shape[1])
+    place = jnp.arange(keys.shape[1])
+    distance = at[:, :, None] - place
     seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    there = (rows >= 0) & (rows < k.shape[0]) & (starts >= 0)
-    there = there[:, None] & (jnp.arange(tokens) < lengths[:, None]) & (at < k.shape[1])
     wide = q.astype(jnp.float32)
-    scores = jnp.einsum("ctkgh,cskh->ckgts", wide, k[own].astype(jnp.float32), precision="highest")
+    scores = jnp.einsum("ctkgh,cskh->ckgts", wide, keys, precision="highest")
     scores = jnp.where(seen[:, None, None], scores * q.shape[-1] ** -0.5, _MASKED)
     weights = jax.nn.softmax(scores, axis=-1)
     # What a query does not see may be anything, not a number even: it is left out, not weighted 0.
-    last = jnp.max(jnp.where(there, at, -1), axis=1)
-    values = jnp.where(
-        (jnp.arange(k.shape[1]) <= last[:, None])[..., None, None], v[own].astype(jnp.float32), 0.0
-    )
+    some = jnp.any(seen & exist[..., None], axis=1)
+    values = jnp.where(some[..., None, None], values, 0.0)
     y = jnp.einsum("ckgts,cskh->ctkgh", weights, values, precision="highest")
-    return (
-        jnp.where(there[..., None, None, None], y, 0.0).astype(q.dtype).reshape(count, *q.shape[1:])
-    )
-
-
-def backward(case: tuple, window: int | None, g: jax.Array) -> tuple:
-    """Cotangents of what `prompt_attention` was called with, from that of its result.
-
-    Args:
-      case: q, k, v, rows, starts, lengths.
-      window: positions seen, or None.
-      g: of the result.
-    """
-    q, k, v, *where = case
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return prompt_attention(q, k, v, where[0], where[1], where[2], window)
-
-    _, pull = jax.vjp(attend, q, k, v)
-    return (*pull(g), *(np.zeros(a.shape, jax.dtypes.float0) for a in where))
+    return jnp.where(exist[..., None, None, None], y, 0.0).astype(q.dtype), pages

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import cpu_build
 from pallas_kernels.decode_attention import cpu, ops, reference
+from pallas_kernels.paged_attention.pages import Pages
 
 IMPLEMENTATIONS = ["reference", "cpu", "auto"]
 EPS = 1e-5
@@ -72,12 +73,19 @@ def case(shape: Shape, dtype: str = "float32", norms: bool = False) -> list[Any]
     ]
 
 
+def fixed(function: Any, qkv: Any, k: Any, v: Any, *rest: Any, **named: Any) -> tuple[Any, ...]:
+    """A function called with k and v [B, S, K, H] as one page a row: y, k and v."""
+    table = jnp.arange(qkv.shape[0], dtype=jnp.int32)[:, None]
+    y, pages = function(qkv, Pages(k, v), table, *rest, **named)
+    return y, pages.k, pages.v
+
+
 def attend(arguments: list[Any], implementation: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`ops.decode_attention`, compiled as one program."""
     *arrays, eps, window = arguments
 
     def run(*arrays: Any) -> Any:
-        return ops.decode_attention(*arrays, eps, window, implementation)
+        return fixed(ops.decode_attention, *arrays, eps, window, implementation)
 
     return jax.jit(run)(*arrays)
 
@@ -165,19 +173,21 @@ def test_activations_in_bfloat16(implementation) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_kind_of_lanes_has_the_same_bits(shape, dtype: str) -> None:
     arguments = case(shape, dtype, True)
-    whole = cpu.decode_attention(*arguments)
+    whole = fixed(cpu.decode_attention, *arguments)
     for level in (cpu.PLAIN, cpu.AVX2):
-        for got, want in zip(cpu.decode_attention(*arguments, level=level), whole, strict=True):
+        for got, want in zip(
+            fixed(cpu.decode_attention, *arguments, level=level), whole, strict=True
+        ):
             assert np.array_equal(bits(got), bits(want))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_has_the_same_bits_in_any_company(shape) -> None:
     arguments = case(shape)
-    whole = cpu.decode_attention(*arguments)
+    whole = fixed(cpu.decode_attention, *arguments)
     for r in range(shape.rows):
         own = jax.tree.map(lambda a, r=r: a[r : r + 1], arguments[:5])
-        alone = cpu.decode_attention(*own, None, EPS, shape.window)
+        alone = fixed(cpu.decode_attention, *own, None, EPS, shape.window)
         for got, want in zip(alone, whole, strict=True):
             assert np.array_equal(bits(got[0]), bits(want[r]))
 
@@ -186,12 +196,12 @@ def test_a_nan_stays_in_its_row_and_a_score_of_minus_infinity_counts_nothing() -
     arguments = case(Shape(6, 300, 2, 3, 64))
     arguments[3] = jnp.array([299, 150, 7, 299, 128, 0], jnp.int32)
     arguments[1:3] = [jnp.nan_to_num(a, nan=1.0) for a in arguments[1:3]]
-    whole = np.asarray(cpu.decode_attention(*arguments)[0])
+    whole = np.asarray(fixed(cpu.decode_attention, *arguments)[0])
     broken = [*arguments]
     broken[0] = arguments[0].at[2, 0, 0, 5].set(jnp.nan)  # a query
     broken[1] = arguments[1].at[0, 3, 1, 5].set(jnp.nan)  # a key far back
     broken[2] = arguments[2].at[3, 140, 0, 9].set(jnp.nan)  # a value
-    got = np.asarray(cpu.decode_attention(*broken)[0])
+    got = np.asarray(fixed(cpu.decode_attention, *broken)[0])
     assert np.isnan(got[2, 0, 0]).all() and np.isnan(got[0, 1]).all()
     assert np.isnan(got[3, 0, :, 9]).all()
     for mine in ((1,), (4,), (5,), (2, 1), (2, 0, 1), (0, 0), (3, 1)):
@@ -225,7 +235,7 @@ def test_weights_of_far_scores_keep_their_precision() -> None:
     v = jnp.zeros((rows, 2, 1, 4)).at[:, 0].set(1.0)
     qkv = jnp.zeros((rows, 1, 3, 4)).at[:, 0, 0, 0].set(1.0)
     angles = (jnp.ones((rows, 2)), jnp.zeros((rows, 2)))
-    y = cpu.decode_attention(qkv, k, v, jnp.ones((rows,), jnp.int32), angles)[0]
+    y = fixed(cpu.decode_attention, qkv, k, v, jnp.ones((rows,), jnp.int32), angles)[0]
     exact = np.asarray(far, np.float32).astype(np.float64)
     want = np.exp(-exact) / (1 + np.exp(-exact))
     np.testing.assert_allclose(y[:, 0, 0, 0], want, rtol=4e-7)
@@ -265,7 +275,7 @@ def test_eight_devices_give_the_bits_of_one(devices, implementation) -> None:
     *arrays, eps, window = arguments
 
     def run(*arrays: Any) -> Any:
-        return ops.decode_attention(*arrays, eps, window, implementation)
+        return fixed(ops.decode_attention, *arrays, eps, window, implementation)
 
     heads, held, all_of = PartitionSpec(None, "m"), PartitionSpec(None, None, "m"), PartitionSpec()
     split = jax.shard_map(
@@ -286,7 +296,7 @@ def lowered(arguments: list[Any], donate: bool = True) -> Any:
     *arrays, eps, window = arguments
 
     def run(*arrays: Any) -> Any:
-        return ops.decode_attention(*arrays, eps, window)
+        return fixed(ops.decode_attention, *arrays, eps, window)
 
     return jax.jit(run, donate_argnums=(1, 2) if donate else ()).lower(*arrays)
 
@@ -319,7 +329,7 @@ def test_without_the_library_xla_does_it_and_says_so_once(monkeypatch, caplog) -
         assert "zen_" not in lowered(arguments).as_text()
     assert caplog.text.count("is not built") == 1
     with pytest.raises(ValueError, match="has to be built"):
-        ops.decode_attention(*arguments, implementation="cpu")
+        fixed(ops.decode_attention, *arguments, implementation="cpu")
     with pytest.raises(ValueError, match="has to be built"):
         ops.rms_norm(jnp.zeros((1, 4)), jnp.ones((1, 4)), EPS, "cpu")
     monkeypatch.undo()
@@ -346,8 +356,7 @@ def test_a_library_is_named_by_its_headers_too(monkeypatch, tmp_path: Path) -> N
     [
         (0, jnp.zeros((2, 1, 4, 7)), r"qkv has shape \(2, 1, 4, 7\)"),
         (0, jnp.zeros((2, 1, 2, 8)), r"qkv has shape \(2, 1, 2, 8\)"),
-        (1, jnp.zeros((2, 20, 2, 8)), r"k has shape \(2, 20, 2, 8\); expected \[2, S, 1, 8\]"),
-        (1, jnp.zeros((1, 20, 1, 8)), r"k has shape \(1, 20, 1, 8\)"),
+        (1, jnp.zeros((2, 20, 2, 8)), r"k has shape \(2, 20, 2, 8\); expected \[N, P, 1, 8\]"),
         (2, jnp.zeros((2, 19, 1, 8)), r"v is float32\(2, 19, 1, 8\); expected float32\(2, 20"),
         (2, jnp.zeros((2, 20, 1, 8), jnp.bfloat16), "v is bfloat16"),
         (3, jnp.zeros((3,), jnp.int32), r"positions are int32\(3,\); expected int32\[2\]"),
@@ -361,7 +370,7 @@ def test_bad_input_is_named(index: int, value: Any, message: str) -> None:
     arguments = case(Shape(2, 20, 1, 2, 8))
     arguments[index] = value
     with pytest.raises(ValueError, match=message):
-        ops.decode_attention(*arguments)
+        fixed(ops.decode_attention, *arguments)
 
 
 def test_bad_norms_and_choices_are_named() -> None:
@@ -374,10 +383,10 @@ def test_bad_norms_and_choices_are_named() -> None:
         ops.rms_norm(x.astype(jnp.float16), jnp.ones((1, 8)), EPS, "cpu")
     arguments = case(Shape(2, 20, 1, 2, 8), "float16")
     with pytest.raises(ValueError, match="no CPU kernel for float32 over a cache of float16"):
-        ops.decode_attention(*arguments, implementation="cpu")
+        fixed(ops.decode_attention, *arguments, implementation="cpu")
 
 
 def test_reference_is_not_routed_through_what_it_is_the_measure_of() -> None:
     *arrays, eps, window = case(Shape(2, 20, 1, 2, 8))
-    text = jax.jit(lambda *a: reference.decode_attention(*a, eps, window)).lower(*arrays)
+    text = jax.jit(lambda *a: fixed(reference.decode_attention, *a, eps, window)).lower(*arrays)
     assert "zen_" not in text.as_text()

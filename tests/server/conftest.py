@@ -3,7 +3,6 @@
 Fixtures hand out classes and functions, since test modules cannot import one another.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,26 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
-import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
-from safetensors.numpy import save_file
 
 from server.loader import Loader
 from server.requests import Failure, Request, TokenEvent
 from server.worker import Worker
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.chunking import Shape, shape_for
-from zen_jax.config import ModelConfig
-from zen_jax.convert import convert_base, convert_variant
 from zen_jax.engine_state import Chunk
-from zen_jax.layout import tensor_shapes
 from zen_jax.residency import CacheConfig
 from zen_jax.sampling import SamplingParams
 from zen_jax.tokenizer import Tokenizer
-from zen_jax.training.bytes_tokenizer import VOCAB_SIZE, write_tokenizer
 
 VOCABULARY = 256
 EOS = 0
@@ -101,9 +92,11 @@ class FakeRow:
 
 @dataclass
 class FakeState:
-    """The rows, None where nobody was yet."""
+    """The rows, None where nobody was yet; and what lies in the cache: at a page and a place in it,
+    a token and the number of what it was read with."""
 
     rows: list[FakeRow | None]
+    cache: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     donated: bool = False
 
 
@@ -130,6 +123,9 @@ class FakeEngine:
     read: list[int] = field(default_factory=list)
     resumed: int = 0
     compiles: int = 0
+    page_size: int = 16
+    pages: int | None = None
+    reach: int | None = None
 
     @property
     def sizes(self) -> Any:
@@ -138,7 +134,14 @@ class FakeEngine:
             max_length=self.max_length,
             shapes=self.shapes,
             max_steps=self.max_steps,
+            page_size=self.page_size,
+            all_pages=self.all_pages,
+            table=dict,
         )
+
+    @property
+    def all_pages(self) -> int:
+        return self.pages or self.rows * -(-self.max_length // self.page_size)
 
     def init_state(self) -> FakeState:
         self.state = FakeState([None] * self.rows)
@@ -175,7 +178,9 @@ class FakeEngine:
                 judged[i, j] = logprob_of(target, chunk.start + j + 1)
             before = state.rows[chunk.row]
             held = [] if before is None or not chunk.start else before.tokens
-            if len(held) != chunk.start or (before is not None and chunk.start and before.active):
+            held = list(chunk.before) if chunk.begins else held
+            later = before is not None and not chunk.begins
+            if len(held) != chunk.start or (later and before.active):
                 raise RuntimeError(f"row {chunk.row} holds {len(held)}, not {chunk.start} tokens")
             assert chunk.prompt is not None and chunk.end is not None
             row = FakeRow(
@@ -188,6 +193,10 @@ class FakeEngine:
                 chunk.last,
             )
             state.rows[chunk.row] = row
+            assert chunk.pages is not None
+            self._look(bank, state, row, chunk.pages, chunk.start)
+            for place in range(chunk.start, len(row.tokens)):
+                self._put(bank, state, row, chunk.pages, place)
             self.resumed += chunk.last and len(row.tokens) > chunk.prompt
             if chunk.last:
                 tokens[i] = self._sample(bank, row)
@@ -199,7 +208,7 @@ class FakeEngine:
         return state, sampled
 
     def decode(
-        self, bank: FakeBank, state: FakeState, steps: int, rows: Sequence[int]
+        self, bank: FakeBank, state: FakeState, steps: int, rows: Sequence[int], table: Any
     ) -> tuple[FakeState, Any]:
         self._called("decode", steps, tuple(rows))
         self._usable(bank)
@@ -213,10 +222,34 @@ class FakeEngine:
         for step in range(steps):
             for i, row in enumerate(state.rows):
                 if row is not None and row.active:
+                    self._look(bank, state, row, table[i], len(row.tokens) - 1)
+                    self._put(bank, state, row, table[i], len(row.tokens) - 1)
                     tokens[step, i] = self._sample(bank, row)
                     own[step, i] = logprob_of(tokens[step, i], len(row.tokens) - 1)
         self.state = state
         return state, SimpleNamespace(token=tokens, logprobs=as_logprobs(own))
+
+    def _look(
+        self, bank: FakeBank, state: FakeState, row: FakeRow, pages: Sequence[int], end: int
+    ) -> None:
+        """See that a row's pages hold its first `end` tokens, those that are still looked at."""
+        number = self._number(bank, row.slot)
+        for place in range(0 if self.reach is None else max(0, end + 1 - self.reach), end):
+            page, within = pages[place // self.page_size], place % self.page_size
+            found = state.cache.get((page, within))
+            if found != (row.tokens[place], number):
+                raise RuntimeError(f"page {page} holds {found} at {within}, of place {place}")
+
+    def _put(
+        self, bank: FakeBank, state: FakeState, row: FakeRow, pages: Sequence[int], place: int
+    ) -> None:
+        """Write a row's token to its page."""
+        page = pages[place // self.page_size]
+        assert 0 <= page < self.all_pages, "a page that is none"
+        state.cache[page, place % self.page_size] = (
+            row.tokens[place],
+            self._number(bank, row.slot),
+        )
 
     def _sample(self, bank: FakeBank, row: FakeRow) -> int:
         """One more token in a row, which may end it."""
@@ -252,7 +285,8 @@ class FakeEngine:
         value.donated = True
         if isinstance(value, FakeBank):
             return FakeBank(list(value.numbers))
-        return FakeState([row and replace(row, tokens=list(row.tokens)) for row in value.rows])
+        rows = [row and replace(row, tokens=list(row.tokens)) for row in value.rows]
+        return FakeState(rows, dict(value.cache))
 
 
 class ByteTokenizer(Tokenizer):
@@ -429,71 +463,3 @@ def worlds(fake: Any) -> Iterator[Callable[..., World]]:
             gate.set()
         assert world.worker.stop()
         assert world.loader.close(10.0)
-
-
-# A model of random weights, in files.
-
-TINY = ModelConfig(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position=256,
-    tie_word_embeddings=True,
-)
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What XLA compiles is kept for the session, for every engine of the same sizes."""
-    folder = tmp_path_factory.mktemp("compiled")
-    settings = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield folder
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-@pytest.fixture(scope="session")
-def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Hugging Face folders of a base and of its fine-tunes tiny-a, tiny-b and tiny-c."""
-    rng = np.random.default_rng(3)
-    root = tmp_path_factory.mktemp("tiny")
-    base = {
-        name: np.ones(shape) if len(shape) == 1 else rng.normal(0, 0.3, shape)
-        for name, shape in tensor_shapes(TINY).items()
-    }
-    folders = {}
-    for name in ("base", "tiny-a", "tiny-b", "tiny-c"):
-        size = 0.0 if name == "base" else 0.1
-        tensors = {
-            key: (w + rng.normal(0, size, w.shape)).astype(ml_dtypes.bfloat16)
-            for key, w in base.items()
-        }
-        folders[name] = root / name
-        folders[name].mkdir()
-        save_file(tensors, folders[name] / "model.safetensors")
-        (folders[name] / "config.json").write_text(json.dumps(TINY.to_hf()))
-        write_tokenizer(folders[name], TINY.max_position)
-    return folders
-
-
-@pytest.fixture(scope="session")
-def tiny_store(tiny_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of them; not to be changed."""
-    store = tmp_path_factory.mktemp("store") / "tiny"
-    convert_base(tiny_folders["base"], store)
-    for name in ("tiny-a", "tiny-b", "tiny-c"):
-        convert_variant(tiny_folders[name], store, name)
-    return store

@@ -81,8 +81,8 @@ def test_a_request_to_the_base_is_prefilled_and_joins_the_step(
 ):
     request = make_request()
     arrived = Arrived(request, frozenset(), 4, 0.0)
-    part = Part(1, 1, arrived, 0, -1, request.token_ids, 0, True)
-    assert plans(arrived) == (Prefill((part,)), Decode(((0, 1, 1),), 1))
+    part = Part(1, 1, arrived, 0, -1, request.token_ids, 0, True, pages=(0,))
+    assert plans(arrived) == (Prefill((part,)), Decode(((0, 1, 1),), 1, ((0,),)))
 
 
 def test_tokens_are_passed_on_and_the_last_frees_the_row(

@@ -198,7 +198,7 @@ def test_text_never_shows_part_of_a_character(
     tokens = "é€𝄞".encode()
     steps = iter(tokens)
 
-    def one_byte(bank: Any, state: Any, steps_wanted: int, rows: Any) -> Any:
+    def one_byte(bank: Any, state: Any, steps_wanted: int, rows: Any, table: Any) -> Any:
         return state, SimpleNamespace(token=np.full((1, 3), next(steps, 65), np.int32))
 
     world.engine.decode = one_byte
@@ -220,7 +220,7 @@ def test_several_tokens_come_as_one_event(worlds: MakeWorld, make_request: MakeR
 def test_half_a_character_at_the_end_is_shown_as_such(worlds: MakeWorld, make_request: MakeRequest):
     world = worlds()
     half = SimpleNamespace(token=np.full((1, 3), 0xE2, np.int32))
-    world.engine.decode = lambda bank, state, steps, rows: (state, half)
+    world.engine.decode = lambda bank, state, steps, rows, table: (state, half)
     assert world.answer(make_request(max_tokens=2)).events[-1].text == "\ufffd"
 
 

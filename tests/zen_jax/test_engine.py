@@ -19,7 +19,7 @@ from zen_jax.sampling import SamplingParams
 from zen_jax.sharding import Placement, make_mesh
 
 ROWS, STEPS, VARIANTS = 6, 8, 4
-SIZES = EngineConfig(rows=ROWS, max_length=32, chunk_tokens=64, max_steps=4)
+SIZES = EngineConfig(rows=ROWS, max_length=32, chunk_tokens=64, max_steps=4, page_size=16)
 GREEDY, HOT = SamplingParams(temperature=0), SamplingParams(temperature=1.0, top_k=20, top_p=0.95)
 # (slot, prompt, sampling, seed) of each row; the last rows share a variant and differ in seed
 REQUESTS = [
@@ -216,7 +216,7 @@ LONGS = [
 def rows_of(engine: Engine, state: Any, rows: dict[int, int]) -> list[np.ndarray]:
     """Keys and values of so many positions of these rows, of every layer."""
     return [
-        np.asarray(part)[row, :length]
+        np.asarray(part).reshape(engine.sizes.rows, -1, *part.shape[2:])[row, :length]
         for layer in state.cache
         for part in (layer.k, layer.v)
         for row, length in rows.items()

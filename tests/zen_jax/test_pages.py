@@ -145,10 +145,11 @@ def test_bad_counts_are_named() -> None:
     with pytest.raises(ValueError, match="-1 pages"):
         PagePool(2).take(-1)
     pool = PagePool(2)
-    (page,) = pool.take(1) or ()
-    pool.keep(b"a", page)
+    pages = pool.take(1)
+    assert pages is not None
+    pool.keep(b"a", pages[0])
     with pytest.raises(ValueError, match="another key"):
-        pool.keep(b"b", page)
+        pool.keep(b"b", pages[0])
 
 
 def test_keys_name_everything_that_a_page_follows_from() -> None:

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from zen_jax.config import ModelConfig
-from zen_jax.kv_cache import make_cache
+from zen_jax.kv_cache import InPages, make_cache, own_pages
 from zen_jax.layout import Params, fuse, tensor_shapes
 from zen_jax.model import Transformer, make_forward, make_merge
 
@@ -127,7 +127,7 @@ def test_token_by_token_equals_the_reference_logits(golden: Golden) -> None:
     def step(params: Params, cache: Any, token: jax.Array, position: jax.Array) -> Any:
         model = merge(params)
         at = jnp.full((batch, 1), position, jnp.int32)
-        hidden, cache = model(token, at, cache)
+        hidden, cache = model(token, at, cache, where=InPages(own_pages(batch, 1)))
         return model.logits(hidden), cache
 
     cache = make_cache(golden.config, batch, length + 3, jnp.float32)

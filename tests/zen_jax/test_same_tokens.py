@@ -31,7 +31,7 @@ REQUESTS = [
 def engine(config, base) -> Engine:
     """Over a float32 base: over one in bfloat16 a decode step's signs meet activations in 8 bits,
     a prompt's do not, and an answer that is read again may part where tokens are nearly even."""
-    sizes = EngineConfig(ROWS, LENGTH, chunk_tokens=64, max_steps=8)
+    sizes = EngineConfig(ROWS, LENGTH, chunk_tokens=64, max_steps=8, page_size=16)
     exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), base)
     return Engine(place_params(config, exact), sizes, BankSchema.covering(config, VARIANTS))
 

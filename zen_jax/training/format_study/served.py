@@ -21,10 +21,11 @@ from rich.progress import Progress
 
 from pallas_kernels import cpu_build
 from pallas_kernels.bitdelta_matmul import cpu
+from pallas_kernels.paged_attention.pages import Pages
 from zen_jax.config import ModelConfig
 from zen_jax.delta.apply import bind
 from zen_jax.delta.bank import BankSchema
-from zen_jax.kv_cache import LayerCache, make_cache
+from zen_jax.kv_cache import InPages, make_cache, own_pages
 from zen_jax.layout import Params, fuse
 from zen_jax.model import Linear, Transformer, make_merge
 from zen_jax.training import scoring
@@ -137,7 +138,10 @@ def decoder(config: ModelConfig, arithmetic: Arithmetic) -> Callable[..., tuple[
         rows, positions = tokens.shape[0], tokens.shape[1] - 1
         bound = params if bank is None else bind(params, bank, slots)
 
-        def step(cache: list[LayerCache], at: jax.Array) -> tuple[list[LayerCache], Any]:
+        # Fixed rows: a page each.
+        own = InPages(own_pages(rows, 1))
+
+        def step(cache: list[Pages], at: jax.Array) -> tuple[list[Pages], Any]:
             counts = {kind: jnp.zeros((rows, MOST_TABLES), jnp.int32) for kind in KINDS}
 
             def see(kind: str, x: jax.Array) -> None:
@@ -148,7 +152,7 @@ def decoder(config: ModelConfig, arithmetic: Arithmetic) -> Callable[..., tuple[
             model = merge(bound)
             watch(model, see)
             where = jnp.full((rows, 1), at)
-            hidden, cache = model(tokens[:, at][:, None], where, cache, dtype)
+            hidden, cache = model(tokens[:, at][:, None], where, cache, dtype, own)
             see("head", hidden)
             return cache, (jax.nn.log_softmax(model.logits(hidden)[:, 0]), counts)
 

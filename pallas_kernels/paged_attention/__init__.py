@@ -1,0 +1,1 @@
+"""A cache in pages: what it holds, and attention to it where there is no kernel of ours."""
