@@ -184,11 +184,14 @@ struct PromptPart {
   int64_t from, words;
   int64_t at, o, outs;  // where the outputs' scales begin, the outputs, and how many exist
   bool first;           // nothing has been added to y yet
+  Ahead ahead;          // what is wanted after this
 };
 
 template <int ROWS>
-ZEN_AVX512 inline void write_tile(const Problem& p, const PromptTile& tile, const PromptPart& part,
-                                  const __m512 (&c)[ROWS][kHalf], const __m512i (&sum)[ROWS][kHalf], bool signs) {
+ZEN_AVX512 inline __attribute__((always_inline)) void write_tile(const Problem& p, const PromptTile& tile,
+                                                                 const PromptPart& part,
+                                                                 const __m512 (&c)[ROWS][kHalf],
+                                                                 const __m512i (&sum)[ROWS][kHalf], bool signs) {
 #pragma GCC unroll 2
   for (int g = 0; g < kHalf; g++) {
     const int64_t count = std::clamp<int64_t>(part.outs - g * kLanes, 0, kLanes);
@@ -230,16 +233,18 @@ ZEN_AVX512_BF16 void prompt_tile(const Problem& p, const PromptTile& tile, const
   constexpr int kEvery = kLanes / ROWS;
   const __m512i one = _mm512_set1_epi8(1);
   __m512 c[ROWS][kHalf];
-  __m512i sum[ROWS][kHalf];
+  __m512i sum[ROWS][kHalf], coarse[ROWS][kHalf] = {};
+  if (kSigns) coarse_words<ROWS>(part, coarse);
 #pragma GCC unroll 6
   for (int b = 0; b < ROWS; b++)
-    for (int g = 0; g < kHalf; g++) c[b][g] = _mm512_setzero_ps(), sum[b][g] = _mm512_setzero_si512();
-  if (kSigns) coarse_words<ROWS>(part, sum);
+    for (int g = 0; g < kHalf; g++) c[b][g] = _mm512_setzero_ps(), sum[b][g] = coarse[b][g];
   const uint16_t *w = part.w, *x = tile.x + part.from * ROWS * kStep;
   const Codes* codes = part.codes;
+  const int64_t each = part.ahead.each(part.words);
   const int8_t* tables = kSigns ? part.entries[0].fine + part.from * kTable : nullptr;
   const int64_t next = kSigns && ROWS > 1 ? part.entries[1].fine - part.entries[0].fine : 0;
   for (int64_t word = 0; word < part.words; word++, x += ROWS * kStep, codes += kHalf, tables += kTable) {
+    part.ahead.fetch(word * each, each);
 #pragma GCC unroll 16
     for (int k = 0; k < kLanes; k++) {
       if (kBase) {
@@ -260,8 +265,12 @@ ZEN_AVX512_BF16 void prompt_tile(const Problem& p, const PromptTile& tile, const
             c[b][g] = _mm512_dpbf16_ps(c[b][g], (__m512bh)v[g], (__m512bh)pair);
         }
       }
-      if (kSigns && k % kEvery == kEvery - 1 && k / kEvery < ROWS)
-        look_up<kHalf>(tables + k / kEvery * next, one, codes, sum[k / kEvery]);
+      if (kSigns && k % kEvery == kEvery - 1 && k / kEvery < ROWS) {
+#pragma GCC unroll 2
+        for (int g = 0; g < kHalf; g++)
+          sum[k / kEvery][g] =
+              _mm512_dpbusd_epi32(sum[k / kEvery][g], one, found(tables + k / kEvery * next, codes[g]));
+      }
     }
   }
   write_tile<ROWS>(p, tile, part, c, sum, kSigns);
@@ -330,7 +339,8 @@ class PromptBlock {
       for (int64_t skip = 0; skip < outs_; skip += kHalf * kLanes) {
         const Entry* entries = levels ? tables.entries() + tiles[t].entry : nullptr;
         PromptPart part{w + skip * words_ * kStep, codes + skip / kLanes * words_, entries, from_ / kStep, words_,
-                        0, begin_ + skip, outs_ - skip, from_ == 0};
+                        0, begin_ + skip, outs_ - skip, from_ == 0, {}};
+        if (t + 1 < last) part.ahead = skip ? rows_of(tiles[t + 1]) : tables_of(tiles[t + 1], entries, tiles[t].count);
         if (!levels) prompt_rows<true, false>(p_, tiles[t], part);
         for (int64_t l = 0; l < levels; l++, part.codes += each, part.first = false) {
           part.at = p_.at(signs, l, begin_ + skip);
@@ -343,6 +353,17 @@ class PromptBlock {
   }
 
  private:
+  // The next tile's inputs and tables.
+  Ahead rows_of(const PromptTile& next) const {
+    const uint16_t* x = next.x + from_ / kStep * next.count * kStep;
+    return {reinterpret_cast<const uint8_t*>(x), words_ * next.count};
+  }
+  Ahead tables_of(const PromptTile& next, const Entry* entries, int64_t count) const {
+    if (!entries || words_ < p_.steps()) return {};
+    const auto* fine = reinterpret_cast<const uint8_t*>(entries[count].fine);
+    return {fine, next.count * (words_ + 1) * (kTable / 64)};
+  }
+
   const Problem& p_;
   int64_t begin_, outs_, from_, size_, words_;
   bool base_ = false;  // whether the base's own weights have been laid out

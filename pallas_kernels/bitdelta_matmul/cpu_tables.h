@@ -249,13 +249,15 @@ class Tables {
     std::stable_sort(order_.begin(), order_.end(),
                      [&p](int64_t a, int64_t b) { return p.slot(a) < p.slot(b); });
     bytes_ = (p.steps() + 1) / 2 * 2 * kTable;
-    const int64_t each = 2 * bytes_ + (p.steps() * 4 + 63) / 64 * 64;
-    entries_.resize(rows() * entries_a_row_);
-    int8_t* memory = scratch.get<int8_t>(static_cast<int64_t>(entries_.size()) * each);
-    for (size_t e = 0; e < entries_.size(); e++, memory += each) {
-      const int64_t row = order_[e / entries_a_row_], at = static_cast<int64_t>(e);
-      const auto* words = reinterpret_cast<const int32_t*>(memory + 2 * bytes_);
-      entries_[e] = {memory, memory + bytes_, words, 0, 0, row};
+    // Fine tables one behind the other, as they are read, and not a power of two apart.
+    const int64_t count = rows() * entries_a_row_, each = bytes_ + kTable, list = (p.steps() + 15) / 16 * 16;
+    entries_.resize(count);
+    int8_t* fine = scratch.get<int8_t>(count * (2 * each + 4 * list));
+    int8_t* coarse = fine + count * each;
+    auto* words = reinterpret_cast<int32_t*>(coarse + count * each);
+    for (int64_t at = 0; at < count; at++) {
+      const int64_t row = order_[at / entries_a_row_];
+      entries_[at] = {fine + at * each, coarse + at * each, words + at * list, 0, 0, row};
       if (groups_.empty() || groups_.back().slot != p.slot(row)) groups_.push_back({p.slot(row), at, at});
       groups_.back().end = at + 1;
     }

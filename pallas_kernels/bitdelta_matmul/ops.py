@@ -56,8 +56,9 @@ def base_matmul(
     check_rows("base_matmul", x, w)
     if implementation == "mosaic":  # the base's product is XLA's own on a card
         return reference.base_matmul(x.astype(w.dtype), w)
-    # Many rows of the weight's own dtype: XLA has one product, which needs no conversion.
-    if _on_cpu(implementation, x, w, not prompt or x.dtype != w.dtype):
+    # A float32 prompt over a float32 weight is XLA's: it is faster, and a base to compare with.
+    wide = prompt and x.dtype == w.dtype == jnp.float32
+    if _on_cpu(implementation, x, w, not wide):
         return cpu.base_matmul(x, w, prompt)
     return reference.base_matmul(x, w)
 
