@@ -64,7 +64,13 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
         if seen is None:
             return pb.ListVariantsResponse(variants=variants)
         return pb.ListVariantsResponse(
-            variants=variants, slots=seen.slots, rows=seen.rows, rows_active=seen.rows_in_use
+            variants=variants,
+            slots=seen.slots,
+            rows=seen.rows,
+            rows_active=seen.rows_in_use,
+            host_bytes=seen.host_used,
+            host_budget=int(min(seen.host_budget, 2**63)),
+            loads=seen.loads,
         )
 
     async def GetVariant(
@@ -158,6 +164,9 @@ def _held(versions: Sequence[VariantStatus]) -> dict[str, Any]:
         "leases": sum(s.leases for s in versions),
         "waiting": sum(s.waiting for s in versions),
         "bytes": sum(s.bytes for s in versions),
+        "kept": any(s.kept for s in versions),
+        "requests_per_s": sum(s.rate for s in versions),
+        "host_bytes": sum(s.host_bytes for s in versions),
     }
 
 

@@ -9,6 +9,7 @@ import asyncio
 import errno
 import functools
 import logging
+import os
 import signal
 import socket
 import threading
@@ -24,7 +25,7 @@ from jax.sharding import Mesh
 
 from server.admin import VariantService
 from server.incoming import Limits
-from server.loader import Loader
+from server.loader import Loader, Stages
 from server.router import Router
 from server.service import GenerateService
 from server.status import ErrorInterceptor
@@ -34,9 +35,11 @@ from zen_jax.checkpoint.load import bank_schema, read_base
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.checkpoint.store import Store
 from zen_jax.engine import Engine, EngineConfig
+from zen_jax.eviction import Policy
 from zen_jax.programs import keep_compiled
 from zen_jax.residency import CacheConfig
 from zen_jax.sharding import Placement, make_mesh
+from zen_jax.staging import Staging
 from zen_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -85,6 +88,11 @@ class ServeOptions:
         max_length: tokens of a request, prompt and answer together; None takes the model's limit,
             at most 1,024.
         inbox: requests that may wait for a row before more are refused.
+        half_life_s: in which a request for a variant counts half, in seconds.
+        pinned: how many of the variants most asked for stay in memory; at most slots - 1 do.
+        idle_after_s: a variant that was not used for so long goes first, in seconds.
+        host_bytes: of host memory for variants beside the bank, and for loading; None takes a
+            quarter of the machine's memory.
         devices: to shard the base over; None takes all accelerators, or one CPU.
         drain_s: how long requests that run may go on when the server stops, in seconds.
         write_timeout_s: how long a client may leave what was sent unread, in seconds.
@@ -98,6 +106,10 @@ class ServeOptions:
     slots: int | None = None
     max_length: int | None = None
     inbox: int = 64
+    half_life_s: float = 300.0
+    pinned: int = 6
+    idle_after_s: float = 600.0
+    host_bytes: int | None = None
     devices: int | None = None
     drain_s: float = 30.0
     write_timeout_s: float = 10.0
@@ -110,11 +122,28 @@ class ServeOptions:
                 raise ValueError(f"{name} is {value}; expected at least 1")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port is {self.port}; expected 0 to 65535")
+        if self.host_bytes is not None and self.host_bytes < 0:
+            raise ValueError(f"host_bytes is {self.host_bytes}; expected at least 0")
         for name in ("drain_s", "write_timeout_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected seconds")
         if self.products not in ("float32", "bfloat16"):
             raise ValueError(f"products is {self.products!r}; expected 'float32' or 'bfloat16'")
+
+        self.policy()
+
+    def policy(self) -> Policy:
+        """Which variants stay in memory.
+
+        Raises:
+            ValueError: a setting is out of range.
+        """
+        return Policy(
+            half_life_s=self.half_life_s,
+            recency_s=self.half_life_s,
+            pinned=self.pinned,
+            idle_after_s=self.idle_after_s,
+        )
 
 
 class _Stopped(Exception):
@@ -309,13 +338,26 @@ def make_worker(
     tokenizers: Callable[[Variant | None], Tokenizer],
 ) -> Worker:
     """Puts a worker, not started yet, onto an engine that is warm."""
+    staging = Staging(store, engine.schema, engine.placement)
+    host_bytes = options.host_bytes
+    config = CacheConfig(
+        slots=engine.schema.slots,
+        policy=options.policy(),
+        slot_bytes=staging.slot_bytes,
+        host_bytes=_memory_bytes() // 4 if host_bytes is None else host_bytes,
+    )
     return Worker(
         engine,
-        Loader(store.read_variant, engine.stage),
-        CacheConfig(slots=engine.schema.slots),
+        Loader(Stages(staging.read, staging.verify, staging.put)),
+        config,
         tokenizers,
         inbox_limit=options.inbox,
     )
+
+
+def _memory_bytes() -> int:
+    """Of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def vocabularies_of(store: Store) -> Callable[[Variant | None], int]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from server import cache_options as keep
 from server import console
 from server import sampling_options as choice
 
@@ -185,6 +186,10 @@ def serve(
     inbox: Annotated[
         int, typer.Option(min=1, help="Requests that may wait before more are refused.")
     ] = 64,
+    half_life: keep.HalfLife = 300.0,
+    pinned: keep.Pinned = 6,
+    idle_after: keep.IdleAfter = 600.0,
+    host_bytes: keep.HostBytes = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Devices to shard over; else all accelerators.")
     ] = None,
@@ -207,6 +212,10 @@ def serve(
         slots=slots,
         max_length=max_length,
         inbox=inbox,
+        half_life_s=half_life,
+        pinned=pinned,
+        idle_after_s=idle_after,
+        host_bytes=host_bytes,
         devices=devices,
         drain_s=drain,
         products=products.value,

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Literal
 from server.requests import Failure, Finish, Request
 from zen_jax.residency import (
     AbandonLoad,
+    DropHost,
     DropStaged,
     Evicted,
     LoadFailureKind,
     Refuse,
+    Stage,
     StartLoad,
+    StartPut,
     WriteSlot,
 )
 
@@ -96,8 +99,41 @@ class PrefillRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class Advanced:
+    """A load has begun another stage."""
+
+    digest: str
+    attempt: int
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A load has left its variant in host memory, checked: `size` bytes."""
+
+    digest: str
+    attempt: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a load staged is in its slot."""
+
+    digest: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """A load that was given up has ended and holds no memory any more."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load has staged its variant's weights, `size` bytes."""
+    """A load has staged its variant's weights on the device, `size` bytes."""
 
     digest: str
     attempt: int
@@ -126,16 +162,9 @@ class OperatorCall:
     variant: Variant
 
 
+type LoadEvent = Advanced | Fetched | Loaded | Committed | LoadFailed | LoadEnded
 type Event = (
-    Arrived
-    | Cancelled
-    | Sampled
-    | TextEnded
-    | Stepped
-    | PrefillRefused
-    | Loaded
-    | LoadFailed
-    | OperatorCall
+    Arrived | Cancelled | Sampled | TextEnded | Stepped | PrefillRefused | LoadEvent | OperatorCall
 )
 
 # What is to be done.
@@ -208,5 +237,5 @@ class Answer:
     refused: Refuse | None = None
 
 
-type CacheAction = StartLoad | AbandonLoad | DropStaged | WriteSlot | Evicted
+type CacheAction = StartLoad | StartPut | AbandonLoad | DropStaged | DropHost | WriteSlot | Evicted
 type Action = CacheAction | Prefill | Decode | Emit | Fail | Answer

@@ -19,7 +19,8 @@ type FinishReason = Literal["stop", "length"]
 type FailureKind = Literal[
     "cancelled",  # the caller cancelled, or went away
     "deadline",  # the caller's deadline passed, queued or running
-    "load_failed",  # the variant could not be read or staged
+    "load_failed",  # the variant could not be read, staged or written
+    "timed_out",  # a stage of its load took too long
     "corrupt",  # the variant is damaged in the store
     "does_not_fit",  # the variant exceeds what the bank was built for
     "exhausted",  # no slot came free within the wait allowed

@@ -31,14 +31,19 @@ from typing import TYPE_CHECKING
 
 from server.events import (
     Action,
+    Advanced,
     Answer,
     Arrived,
     Cancelled,
+    Committed,
     Decode,
     Emit,
     Event,
     Fail,
+    Fetched,
     Loaded,
+    LoadEnded,
+    LoadEvent,
     LoadFailed,
     OperatorCall,
     Part,
@@ -148,12 +153,26 @@ class _Draft:
             case PrefillRefused(ticket, message):
                 if ticket in self.jobs:
                     self.fail(ticket, "internal", message)
-            case Loaded(digest, attempt, size):
-                self.cache_step(self.cache.loaded(digest, attempt, size, self.now))
-            case LoadFailed(digest, attempt, kind, message):
-                self.cache_step(self.cache.failed(digest, attempt, kind, message, self.now))
             case OperatorCall():
                 self.operate(event)
+            case _:
+                self.cache_step(self.load_step(event))
+
+    def load_step(self, event: LoadEvent) -> Step:
+        """What the cache makes of a load's news."""
+        match event:
+            case Advanced(digest, attempt, stage):
+                return self.cache.advanced(digest, attempt, stage, self.now)
+            case Fetched(digest, attempt, size):
+                return self.cache.fetched(digest, attempt, size, self.now)
+            case Loaded(digest, attempt, size):
+                return self.cache.loaded(digest, attempt, size, self.now)
+            case Committed(digest, attempt):
+                return self.cache.committed(digest, attempt, self.now)
+            case LoadFailed(digest, attempt, kind, message):
+                return self.cache.failed(digest, attempt, kind, message, self.now)
+            case LoadEnded(attempt):
+                return self.cache.ended(attempt, self.now)
 
     def arrive(self, arrived: Arrived) -> None:
         request = arrived.request

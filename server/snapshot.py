@@ -7,7 +7,8 @@ from typing import Literal
 
 from server.jobs import State
 from zen_jax.checkpoint.manifest import Variant
-from zen_jax.residency import Absent, Entry, Resident, Staged
+from zen_jax.delta_cache import DeltaCache
+from zen_jax.residency import Absent, Entry, Resident, Staged, Writing
 
 type VariantState = Literal["resident", "loading", "absent", "failed"]
 
@@ -27,6 +28,9 @@ class VariantStatus:
         bytes: on the device, in its slot or staged for one.
         failure: of the last load, fit for clients, or None.
         retry_at: no load before it, in seconds of the worker's clock; None without a failure.
+        kept: whether it is one of the most asked for, who stay.
+        rate: requests a second, of late.
+        host_bytes: of its copy in host memory.
     """
 
     variant: Variant
@@ -38,6 +42,9 @@ class VariantStatus:
     bytes: int
     failure: str | None
     retry_at: float | None
+    kept: bool = False
+    rate: float = 0.0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,9 @@ class WorkerSnapshot:
     Attributes:
         variants: those that the table knows; all others are absent.
         slots: that the bank has.
+        host_used: bytes of host memory, of copies and of what loads take at most.
+        host_budget: for both; infinite if there is no bound.
+        loads: variants whose reading was begun.
         rows: that the engine has.
         rows_in_use: by requests that run.
         waiting: requests accepted that have no row yet.
@@ -64,6 +74,9 @@ class WorkerSnapshot:
 
     variants: tuple[VariantStatus, ...]
     slots: int
+    host_used: int
+    host_budget: float
+    loads: int
     rows: int
     rows_in_use: int
     waiting: int
@@ -87,11 +100,16 @@ def snapshot(
     step_s: float,
     host_share: float,
     compiles: int,
+    loads: int,
+    now: float,
 ) -> WorkerSnapshot:
     """Put together what operators may see of the scheduler's state."""
     return WorkerSnapshot(
-        variants=tuple(_status(entry) for entry in state.cache.entries.values()),
+        variants=_statuses(state.cache, now),
         slots=state.cache.config.slots,
+        host_used=state.cache.host_used,
+        host_budget=state.cache.config.host_bytes,
+        loads=loads,
         rows=len(state.rows),
         rows_in_use=state.running,
         waiting=waiting,
@@ -108,7 +126,15 @@ def snapshot(
     )
 
 
-def _status(entry: Entry) -> VariantStatus:
+def _statuses(cache: DeltaCache, now: float) -> tuple[VariantStatus, ...]:
+    """Of all that are on the device, on their way to it, remembered, or in host memory."""
+    known = dict(cache.entries)
+    for digest, copy in cache.host.items():
+        known.setdefault(digest, Entry(copy.variant))
+    return tuple(_status(cache, digest, entry, now) for digest, entry in known.items())
+
+
+def _status(cache: DeltaCache, digest: str, entry: Entry, now: float) -> VariantStatus:
     place = entry.place
     resident = place if isinstance(place, Resident) else None
     if resident is not None:
@@ -124,7 +150,10 @@ def _status(entry: Entry) -> VariantStatus:
         pinned=entry.pinned,
         leases=0 if resident is None else len(resident.leases),
         waiting=len(entry.waiting),
-        bytes=place.bytes if isinstance(place, Resident | Staged) else 0,
+        kept=digest in cache.kept,
+        rate=cache.rate(entry.variant, now),
+        bytes=place.bytes if isinstance(place, Resident | Staged | Writing) else 0,
+        host_bytes=cache.host[digest].bytes if digest in cache.host else 0,
         failure=None if entry.failure is None else entry.failure.message,
         retry_at=None if entry.failure is None else entry.failure.retry_at,
     )

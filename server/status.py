@@ -129,6 +129,8 @@ def of_failure(kind: FailureKind, text: str, retry_after_s: float | None, name: 
             return deadline_exceeded(text)
         case "load_failed":
             return failed_precondition("LOAD_FAILED", name, text)
+        case "timed_out":
+            return unavailable(text, retry_after_s)
         case "does_not_fit":
             return failed_precondition("DOES_NOT_FIT", name, text)
         case "corrupt":

@@ -16,8 +16,6 @@ import itertools
 import logging
 import threading
 import time
-import traceback
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from math import inf
@@ -32,22 +30,28 @@ from server.events import (
     Answer,
     Arrived,
     Cancelled,
+    Committed,
     Decode,
+    DropHost,
     DropStaged,
     Emit,
     Event,
     Evicted,
     Fail,
+    LoadEvent,
+    LoadFailed,
     OperatorCall,
     Part,
     Prefill,
     PrefillRefused,
     StartLoad,
+    StartPut,
     Stepped,
     TextEnded,
     Ticket,
     WriteSlot,
 )
+from server.faults import log_error
 from server.inbox import Inbox
 from server.jobs import SchedulerConfig, State
 from server.loader import Loader
@@ -210,6 +214,8 @@ class Worker:
             step_s=self._pace.step_s,
             host_share=self._pace.host_share,
             compiles=self._engine.compiles,
+            loads=self._loader.started,
+            now=self._clock(),
         )
 
     def drain(self, timeout_s: float) -> bool:
@@ -262,8 +268,7 @@ class Worker:
             while not self._stopping:
                 self.tick(self._idle_s())
         except Exception as error:  # the engine's or ours: nothing after it can be trusted
-            error_id = uuid.uuid4().hex[:12]
-            _log_error(error, error_id)
+            error_id = log_error(error)
             self._end("internal", f"internal error {error_id}")
         else:
             self._end("unavailable", "the server has stopped")
@@ -312,13 +317,18 @@ class Worker:
                 jobs = self._plan.jobs
                 tops = tuple(jobs[ticket].request.sampling.logprobs for _, ticket, _ in rows)
                 self._launched.append(Launch(sampled, rows, tops, steps, self._clock()))
-            case WriteSlot(_, slot, attempt):
-                staged = self._loader.take(attempt)
-                self._bank = engine.write_slot(self._bank, slot, staged)
+            case WriteSlot(variant, slot, attempt):
+                self._write(variant, slot, attempt)
             case StartLoad(variant, attempt):
                 self._loader.start(variant, attempt)
-            case AbandonLoad(_, attempt) | DropStaged(_, attempt):
+            case StartPut(variant, attempt):
+                self._loader.put(variant, attempt)
+            case AbandonLoad(_, attempt):
                 self._loader.abandon(attempt)
+            case DropStaged(_, attempt):
+                self._loader.drop(attempt)
+            case DropHost(digest):
+                self._loader.drop_host(digest)
             case Evicted(digest, slot):
                 _log.info("slot %d is free of %s", slot, digest)
             case Emit():
@@ -327,6 +337,21 @@ class Worker:
                 self._tell(failure.request_id, failure, last=True)
             case Answer():
                 self._answer(action)
+
+    def _write(self, variant: Variant, slot: int, attempt: int) -> None:
+        """Write a slot between two steps; what the engine refuses is that variant's affair, as long
+        as the bank was not given away for it."""
+        event: LoadEvent = Committed(variant.digest, attempt)
+        try:
+            staged = self._loader.take(attempt)
+            self._bank = self._engine.write_slot(self._bank, slot, staged)
+        except Exception as error:
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._bank)):
+                raise
+            error_id = log_error(error)
+            message = f"{variant.name} could not be written to its slot (error {error_id})"
+            event = LoadFailed(variant.digest, attempt, "load_failed", message)
+        self._inbox.put(event)
 
     def _prefill(self, parts: Sequence[Part]) -> None:
         """Launch a call; a part that the engine refuses is its own request's affair."""
@@ -341,8 +366,7 @@ class Worker:
             try:
                 self._engine.check(chunk)
             except ValueError as error:
-                error_id = uuid.uuid4().hex[:12]
-                _log_error(error, error_id)
+                error_id = log_error(error)
                 message = f"the engine refused the request (error {error_id})"
                 self._inbox.put(PrefillRefused(part.ticket, message))
                 continue
@@ -385,8 +409,7 @@ class Worker:
         try:
             told = stream.take(emit)
         except Exception as error:  # a tokenizer's fault is its own request's affair
-            error_id = uuid.uuid4().hex[:12]
-            _log_error(error, error_id)
+            error_id = log_error(error)
             message = f"the tokens could not be turned into text (error {error_id})"
             self._tell(emit.request_id, Failure(emit.request_id, "internal", message), last=last)
             self._abandon(emit.request_id, stream)
@@ -406,7 +429,7 @@ class Worker:
         try:
             stream.on_event(event)
         except Exception as error:  # a callback's fault is its own request's affair
-            _log_error(error, uuid.uuid4().hex[:12])
+            log_error(error)
             self._abandon(request_id, stream)
 
     def _abandon(self, request_id: str, stream: AnswerStream) -> None:
@@ -464,14 +487,4 @@ def _chunk(part: Part, targets: Sequence[int]) -> Chunk:
         targets=targets,
         pages=part.pages,
         before=part.before,
-    )
-
-
-def _log_error(error: Exception, error_id: str) -> None:
-    """Log an exception's type and place; its text only when the device gave it."""
-    text = str(error) if isinstance(error, jax.errors.JaxRuntimeError) else "text withheld"
-    frames = traceback.extract_tb(error.__traceback__)
-    places = "".join(f"\n  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)
-    _log.error(
-        "error %s: %s (%s), most recent call last:%s", error_id, type(error).__name__, text, places
     )

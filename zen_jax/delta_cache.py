@@ -1,53 +1,57 @@
-"""Which variants are in device memory: a pure, immutable table and its transitions.
+"""Which variants are in memory: a pure, immutable table and its transitions.
 
-The bank has a fixed number of slots. This table knows who is in which slot, who holds a lease on
-it, what is being loaded and who waits for it. It touches no device, file, clock or thread: every
-transition takes the time as an argument and returns the next table and the actions to carry out,
-in order. Keys are digests, so a name that is given new weights is another entry.
+The bank has a fixed number of slots, host memory a budget in bytes. This table knows who is in
+which slot, who has a copy in host memory, who holds a lease, what is being loaded and who waits for
+it. It touches no device, file, clock or thread: every transition takes the time as an argument and
+returns the next table and the actions to carry out, in order. Keys are digests, so a name that is
+given new weights is another entry; how often a variant is asked for is its name's affair, so that a
+new version is as hot as the one before, which is then the first to go.
 
-The way of a variant:
+The way of a variant, each stage of a load with a deadline of its own:
 
-    Absent -> Queued -> Loading -> Staged -> Resident -> Absent
-                           |
-                           +-> Absent, remembered as failed until its back-off is over
+    Absent -> Queued -> Loading read, verify -> (a copy in host memory) -> Loading put -> Staged
+      ^         ^                                                                           |
+      |         +-- evicted while somebody waits                                            v
+      +-- failed: remembered until its back-off is over <-----------  Resident <-- Writing commit
 
 A slot is chosen only when the weights are staged, so a load that fails or hangs costs nobody's
-place. A holder is leased from the moment its variant has a slot until it is released, and a leased
-slot is never written. Slots go first to the free, then to the one least recently used among those
-neither leased nor pinned; when all are taken the staged variant waits, and after `patience_s` the
-least recently used slot stops giving leases so that the wait is bounded by what already runs.
+place. A holder is leased from the moment its variant is resident until it is released, and a leased
+slot is never written; so a variant stays until all that was queued for it is served. Slots go first
+to the free, then to the victim of `zen_jax.eviction` among those that nobody holds, that are not
+pinned and not among the most asked for. When there is none the staged variant waits, and after
+`patience_s` the one that would be the victim stops giving leases, so that the wait is bounded by
+what already runs, and by `wait_s` in any case. What is queued is read into host memory meanwhile.
 """
+
+# pyright: strict
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from zen_jax import cache_loads, cache_slots, eviction
+from zen_jax.cache_draft import Asked, Draft
 from zen_jax.residency import (
-    AbandonLoad,
     Absent,
     Action,
     CacheConfig,
     Digest,
     DropStaged,
     Entry,
-    Evicted,
-    Grant,
     Holder,
-    LoadFailure,
+    HostCopy,
+    Lingering,
     LoadFailureKind,
     Loading,
     PinLimit,
-    Queued,
-    RefusalKind,
-    Refuse,
     Resident,
+    Stage,
     Staged,
-    StartLoad,
-    WriteSlot,
+    Writing,
 )
 
 if TYPE_CHECKING:
@@ -64,13 +68,21 @@ class DeltaCache:
         config: sizes and waits.
         entries: by digest; a variant that is absent and has nothing to remember has no entry.
         holders: the digest that each holder waits for or has a lease on.
-        turns: counts what must be told apart or put in order: uses, turns and attempts.
+        host: copies in host memory.
+        asked: by name, how often a variant was asked for, and in which version last.
+        kept: the most asked for, who stay.
+        lingering: by attempt, loads that were given up and have not ended.
+        turns: counts what must be told apart or put in order: turns and attempts.
         wake_at: when `tick` next has something to do, or infinity.
     """
 
     config: CacheConfig
     entries: Mapping[Digest, Entry] = field(default_factory=lambda: MappingProxyType({}))
     holders: Mapping[Holder, Digest] = field(default_factory=lambda: MappingProxyType({}))
+    host: Mapping[Digest, HostCopy] = field(default_factory=lambda: MappingProxyType({}))
+    asked: Mapping[str, Asked] = field(default_factory=lambda: MappingProxyType({}))
+    kept: frozenset[Digest] = frozenset()
+    lingering: Mapping[int, Lingering] = field(default_factory=lambda: MappingProxyType({}))
     turns: int = 0
     wake_at: float = inf
 
@@ -81,29 +93,68 @@ class DeltaCache:
         """
         if holder in self.holders:
             raise ValueError(f"holder {holder} already holds or awaits {self.holders[holder]}")
-        draft = _Draft(self, now)
+        draft = self._draft(now)
         draft.ask(holder, variant)
-        return draft.finish()
+        return self._finish(draft)
+
+    def advanced(self, digest: Digest, attempt: int, stage: Stage, now: float) -> Step:
+        """Note that `attempt` has begun another stage, whose deadline counts from now."""
+        place = self._on_its_way(digest, attempt)
+        if not isinstance(place, Loading):
+            return self, ()
+        draft = self._draft(now)
+        draft.put(digest, replace(place, stage=stage, since=now))
+        return self._finish(draft)
+
+    def fetched(self, digest: Digest, attempt: int, size: int, now: float) -> Step:
+        """Note that `attempt` has left a checked copy of `size` bytes in host memory.
+
+        The copy of an attempt that is no longer wanted is dropped.
+        """
+        place = self._on_its_way(digest, attempt)
+        if not isinstance(place, Loading):
+            return self, ()
+        draft = self._draft(now)
+        cache_loads.fetched(draft, digest, place, size)
+        return self._finish(draft)
 
     def loaded(self, digest: Digest, attempt: int, size: int, now: float) -> Step:
-        """Note that `attempt` has staged `size` bytes; an attempt no longer wanted is dropped."""
-        place = self._loading(digest, attempt)
-        if place is None:
+        """Note that `attempt` has staged `size` bytes on the device; one no longer wanted is
+        dropped."""
+        place = self._on_its_way(digest, attempt)
+        if not isinstance(place, Loading):
             return self, (DropStaged(digest, attempt),)
-        draft = _Draft(self, now)
-        staged = Staged(place.turn, attempt, now, size)
-        draft.entries[digest] = replace(self.entries[digest], place=staged, failure=None)
-        return draft.finish()
+        draft = self._draft(now)
+        draft.put(digest, Staged(place.turn, attempt, now, size))
+        return self._finish(draft)
+
+    def committed(self, digest: Digest, attempt: int, now: float) -> Step:
+        """Note that what `attempt` staged is in its slot: its waiters are granted."""
+        place = self._on_its_way(digest, attempt)
+        if not isinstance(place, Writing):
+            return self, ()
+        draft = self._draft(now)
+        cache_slots.committed(draft, digest, place)
+        return self._finish(draft)
 
     def failed(
         self, digest: Digest, attempt: int, kind: LoadFailureKind, message: str, now: float
     ) -> Step:
-        """Note that `attempt` failed: its waiters are refused, the variant backs off."""
-        if self._loading(digest, attempt) is None:
+        """Note that a stage of `attempt` failed: its waiters are refused, the variant backs off,
+        a slot that was being written is free."""
+        if self._on_its_way(digest, attempt) is None:
             return self, ()
-        draft = _Draft(self, now)
+        draft = self._draft(now)
         draft.fail(digest, kind, message)
-        return draft.finish()
+        return self._finish(draft)
+
+    def ended(self, attempt: int, now: float) -> Step:
+        """Note that a load that was given up has ended and holds no memory any more."""
+        if attempt not in self.lingering:
+            return self, ()
+        draft = self._draft(now)
+        del draft.lingering[attempt]
+        return self._finish(draft)
 
     def release(self, holder: Holder, now: float) -> Step:
         """End the holder's lease or wait. Raises ValueError when it has neither.
@@ -112,9 +163,9 @@ class DeltaCache:
         """
         if holder not in self.holders:
             raise ValueError(f"holder {holder} has no lease and waits for none; release it once")
-        draft = _Draft(self, now)
+        draft = self._draft(now)
         draft.release(holder)
-        return draft.finish()
+        return self._finish(draft)
 
     def pin(self, variant: Variant, now: float) -> Step:
         """Keep the variant in memory, loading it when it is absent, and no other version of it.
@@ -126,37 +177,38 @@ class DeltaCache:
         others = sum(name != variant.name for name in pinned)
         if others >= self.config.slots - 1:
             raise PinLimit(variant.name, others)
-        draft = _Draft(self, now)
-        draft.pin(variant)
-        return draft.finish()
+        draft = self._draft(now)
+        cache_slots.pin(draft, variant)
+        return self._finish(draft)
 
     def unpin(self, digest: Digest, now: float) -> Step:
         """Let the variant be evicted like any other."""
         if digest not in self.entries:
             return self, ()
-        draft = _Draft(self, now)
+        draft = self._draft(now)
         draft.entries[digest] = replace(self.entries[digest], pinned=False)
-        return draft.finish()
+        return self._finish(draft)
 
     def unload(self, digest: Digest, now: float) -> Step:
-        """Take the variant out of memory and unpin it; it may be asked for again at once.
+        """Take the variant out of memory, host memory too, and unpin it; it may be asked for again
+        at once.
 
         Leases run to their end first, and requests that come meanwhile wait for a load anew. A
         load under way is given up and its waiters are refused as withdrawn.
         """
-        if digest not in self.entries:
+        if digest not in self.entries and digest not in self.host:
             return self, ()
-        draft = _Draft(self, now)
-        draft.unload(digest)
-        return draft.finish()
+        draft = self._draft(now)
+        cache_slots.unload(draft, digest)
+        return self._finish(draft)
 
     def tick(self, now: float) -> Step:
         """Let time pass: loads and waits that took too long, retries of what is pinned."""
         if now < self.wake_at:
             return self, ()
-        draft = _Draft(self, now)
-        draft.tick()
-        return draft.finish()
+        draft = self._draft(now)
+        cache_loads.tick(draft)
+        return self._finish(draft)
 
     def lease(self, holder: Holder) -> int | None:
         """The slot leased to the holder, or None when it waits or is unknown."""
@@ -166,327 +218,60 @@ class DeltaCache:
 
     def digests(self, name: str) -> tuple[Digest, ...]:
         """All that the table knows by that name: versions of one variant."""
-        return tuple(d for d, e in self.entries.items() if e.variant.name == name)
+        known = [(digest, entry.variant) for digest, entry in self.entries.items()]
+        known += [(digest, copy.variant) for digest, copy in self.host.items()]
+        return tuple({digest: None for digest, variant in known if variant.name == name})
 
     def slot(self, digest: Digest) -> int | None:
         """The slot that the variant is in, or None."""
         entry = self.entries.get(digest)
         return entry.place.slot if entry and isinstance(entry.place, Resident) else None
 
-    def _loading(self, digest: Digest, attempt: int) -> Loading | None:
+    def rate(self, variant: Variant, now: float) -> float:
+        """Requests a second for the variant of late; a version that another took over from: 0."""
+        asked = self.asked.get(variant.name)
+        if asked is None or asked.digest != variant.digest:
+            return 0.0
+        return eviction.rate(self.config.policy, asked.traffic, now)
+
+    @property
+    def host_used(self) -> int:
+        """Bytes of host memory: copies, and what loads take at most, those given up included."""
+        return cache_loads.host_used(self._draft(0.0))
+
+    def _on_its_way(self, digest: Digest, attempt: int) -> Loading | Writing | None:
         entry = self.entries.get(digest)
-        if entry is None or not isinstance(entry.place, Loading):
+        if entry is None or not isinstance(entry.place, Loading | Writing):
             return None
         return entry.place if entry.place.attempt == attempt else None
 
+    def _draft(self, now: float) -> Draft:
+        return Draft(
+            config=self.config,
+            now=now,
+            entries=dict(self.entries),
+            holders=dict(self.holders),
+            host=dict(self.host),
+            asked=dict(self.asked),
+            kept=self.kept,
+            lingering=dict(self.lingering),
+            turns=self.turns,
+        )
 
-class _Draft:
-    """One transition at work: copies to write on, made into a table again by `finish`."""
-
-    def __init__(self, table: DeltaCache, now: float) -> None:
-        self.config = table.config
-        self.entries = dict(table.entries)
-        self.holders = dict(table.holders)
-        self.turns = table.turns
-        self.now = now
-        self.actions: list[Action] = []
-
-    def finish(self) -> Step:
+    def _finish(self, draft: Draft) -> Step:
         """Do what every transition may have made possible, and close the draft."""
-        self._free_unloaded()
-        self._place_staged()
-        self._make_room()
-        self._keep_those_not_needed()
-        self._start_queued()
-        self._drop_empty()
+        cache_slots.settle(draft)
+        cache_loads.start_queued(draft)
+        draft.drop_empty()
         table = DeltaCache(
             config=self.config,
-            entries=MappingProxyType(self.entries),
-            holders=MappingProxyType(self.holders),
-            turns=self.turns,
-            wake_at=min(map(self._wake_at, self.entries.values()), default=inf),
+            entries=MappingProxyType(draft.entries),
+            holders=MappingProxyType(draft.holders),
+            host=MappingProxyType(draft.host),
+            asked=MappingProxyType(draft.asked),
+            kept=draft.kept,
+            lingering=MappingProxyType(draft.lingering),
+            turns=draft.turns,
+            wake_at=min(map(draft.wake_at, draft.entries.values()), default=inf),
         )
-        return table, tuple(self.actions)
-
-    # What the transitions ask for.
-
-    def ask(self, holder: Holder, variant: Variant) -> None:
-        digest = variant.digest
-        entry = self.entries.get(digest, Entry(variant))
-        failure = entry.failure
-        if failure is not None and isinstance(entry.place, Absent) and self.now < failure.retry_at:
-            wait = failure.retry_at - self.now
-            self.actions.append(Refuse(holder, failure.kind, failure.message, wait))
-            return
-        waiting = MappingProxyType({**entry.waiting, holder: self.now})
-        self.entries[digest] = replace(entry, waiting=waiting, used=self._turn())
-        self.holders[holder] = digest
-        if isinstance(entry.place, Resident):
-            self._grant(digest)
-        elif isinstance(entry.place, Absent):
-            self._queue(digest)
-
-    def release(self, holder: Holder) -> None:
-        digest = self.holders.pop(holder)
-        entry = self.entries[digest]
-        place = entry.place
-        if isinstance(place, Resident) and holder in place.leases:
-            place = replace(place, leases=place.leases - {holder})
-            self.entries[digest] = replace(entry, place=place, used=self._turn())
-        else:
-            self._stop_waiting(digest, [holder])
-
-    def fail(self, digest: Digest, kind: LoadFailureKind, message: str) -> None:
-        entry = self.entries[digest]
-        count = 1 if entry.failure is None else entry.failure.count + 1
-        wait = min(self.config.backoff_s * 2.0 ** min(count - 1, 60), self.config.max_backoff_s)
-        failure = LoadFailure(kind, message, count, self.now + wait)
-        self.entries[digest] = replace(entry, place=Absent(), failure=failure)
-        self._refuse(digest, entry.waiting, kind, message, wait)
-
-    def pin(self, variant: Variant) -> None:
-        digest = variant.digest
-        for other in self._pinned_by_name(variant):
-            self.entries[other] = replace(self.entries[other], pinned=False)
-        entry = replace(self.entries.get(digest, Entry(variant)), pinned=True)
-        self.entries[digest] = entry
-        if isinstance(entry.place, Resident):
-            self.entries[digest] = replace(entry, place=replace(entry.place, retiring="no"))
-            self._grant(digest)
-        self._reload_pinned(digest)
-
-    def unload(self, digest: Digest) -> None:
-        entry = replace(self.entries[digest], pinned=False)
-        self.entries[digest] = entry
-        match entry.place:
-            case Resident():
-                place = replace(entry.place, retiring="unload")
-                self.entries[digest] = replace(entry, place=place)
-                return
-            case Loading(attempt=attempt):
-                self.actions.append(AbandonLoad(digest, attempt))
-            case Staged(attempt=attempt):
-                self.actions.append(DropStaged(digest, attempt))
-            case Queued() | Absent():
-                pass
-        self.entries[digest] = replace(entry, place=Absent())
-        message = f"{entry.variant.name} was unloaded by an operator before it was in memory"
-        self._refuse(digest, entry.waiting, "withdrawn", message, None)
-
-    def tick(self) -> None:
-        for digest, entry in list(self.entries.items()):
-            match entry.place:
-                case Loading(attempt=attempt, since=since):
-                    if since + self.config.load_timeout_s <= self.now:
-                        self._time_out(digest, attempt)
-                case Absent():
-                    self._reload_pinned(digest)
-                    self._forget(digest)
-                case Queued() | Staged() | Resident():
-                    self._refuse_overdue(digest)
-
-    # Steps of the transitions.
-
-    def _turn(self) -> int:
-        self.turns += 1
-        return self.turns
-
-    def _queue(self, digest: Digest) -> None:
-        place = Queued(self._turn())
-        self.entries[digest] = replace(self.entries[digest], place=place)
-
-    def _grant(self, digest: Digest) -> None:
-        """Lease the slot to all who wait, unless it retires."""
-        entry = self.entries[digest]
-        place = entry.place
-        if not isinstance(place, Resident) or place.retiring != "no" or not entry.waiting:
-            return
-        self.actions += [Grant(holder, place.slot) for holder in entry.waiting]
-        place = replace(place, leases=place.leases.union(entry.waiting))
-        self.entries[digest] = replace(entry, place=place, waiting=MappingProxyType({}))
-
-    def _refuse(
-        self,
-        digest: Digest,
-        holders: Iterable[Holder],
-        kind: RefusalKind,
-        message: str,
-        retry_after_s: float | None,
-    ) -> None:
-        for holder in holders:
-            del self.holders[holder]
-            self.actions.append(Refuse(holder, kind, message, retry_after_s))
-        self._stop_waiting(digest, holders)
-
-    def _stop_waiting(self, digest: Digest, holders: Iterable[Holder]) -> None:
-        entry = self.entries[digest]
-        gone = set(holders)
-        left = {holder: at for holder, at in entry.waiting.items() if holder not in gone}
-        self.entries[digest] = replace(entry, waiting=MappingProxyType(left))
-
-    def _time_out(self, digest: Digest, attempt: int) -> None:
-        name = self.entries[digest].variant.name
-        message = f"loading {name} took longer than {self.config.load_timeout_s:g} s"
-        self.actions.append(AbandonLoad(digest, attempt))
-        self.fail(digest, "load_failed", message)
-
-    def _refuse_overdue(self, digest: Digest) -> None:
-        entry = self.entries[digest]
-        overdue = [h for h, at in entry.waiting.items() if at + self.config.wait_s <= self.now]
-        message = f"no slot came free for {entry.variant.name} within {self.config.wait_s:g} s"
-        self._refuse(digest, overdue, "exhausted", message, self.config.patience_s)
-
-    def _pinned_by_name(self, variant: Variant) -> list[Digest]:
-        pinned = [(digest, entry.variant) for digest, entry in self.entries.items() if entry.pinned]
-        return [digest for digest, other in pinned if other.name == variant.name]
-
-    def _take_pin_over(self, variant: Variant) -> None:
-        """A pin is meant for a name: who comes into memory takes it from the versions before."""
-        for digest in self._pinned_by_name(variant):
-            if self.entries[digest].variant.version <= variant.version:
-                self.entries[digest] = replace(self.entries[digest], pinned=False)
-                entry = self.entries[variant.digest]
-                self.entries[variant.digest] = replace(entry, pinned=True)
-
-    def _reload_pinned(self, digest: Digest) -> None:
-        entry = self.entries[digest]
-        ready = entry.failure is None or entry.failure.retry_at <= self.now
-        if entry.pinned and ready and isinstance(entry.place, Absent):
-            self._queue(digest)
-
-    def _forget(self, digest: Digest) -> None:
-        entry = self.entries[digest]
-        if entry.failure is not None and not entry.pinned and isinstance(entry.place, Absent):
-            if entry.failure.retry_at + self.config.forget_after_s <= self.now:
-                self.entries[digest] = replace(entry, failure=None)
-
-    # Slots.
-
-    def _residents(self) -> dict[Digest, Resident]:
-        places = ((digest, entry.place) for digest, entry in self.entries.items())
-        return {digest: place for digest, place in places if isinstance(place, Resident)}
-
-    def _victim(self) -> Digest | None:
-        """Who leaves next: among those neither leased nor pinned the least recently used.
-
-        The one place where a policy decides; those that retire go first.
-        """
-        free = [
-            digest
-            for digest, place in self._residents().items()
-            if not place.leases and not self.entries[digest].pinned
-        ]
-        residents = self._residents()
-        return min(
-            free,
-            key=lambda d: (residents[d].retiring == "no", self.entries[d].used),
-            default=None,
-        )
-
-    def _evict(self, digest: Digest) -> None:
-        entry = self.entries[digest]
-        if not isinstance(entry.place, Resident) or entry.place.leases:
-            raise RuntimeError(f"{digest} is leased or not resident and cannot be evicted")
-        self.actions.append(Evicted(digest, entry.place.slot))
-        self.entries[digest] = replace(entry, place=Absent())
-        if entry.waiting:
-            self._queue(digest)
-
-    def _free_slot(self) -> int | None:
-        """A slot to write: a free one, else the victim's, who is evicted."""
-        taken = {place.slot for place in self._residents().values()}
-        if len(taken) == self.config.slots:
-            victim = self._victim()
-            if victim is None:
-                return None
-            self._evict(victim)
-            taken = {place.slot for place in self._residents().values()}
-        return min(set(range(self.config.slots)) - taken)
-
-    def _staged(self) -> list[tuple[Digest, Staged]]:
-        places = ((digest, entry.place) for digest, entry in self.entries.items())
-        staged = [(digest, place) for digest, place in places if isinstance(place, Staged)]
-        return sorted(staged, key=lambda pair: pair[1].turn)
-
-    def _free_unloaded(self) -> None:
-        for digest, place in self._residents().items():
-            if place.retiring == "unload" and not place.leases:
-                self._evict(digest)
-
-    def _place_staged(self) -> None:
-        for digest, staged in self._staged():
-            slot = self._free_slot()
-            if slot is not None:
-                entry = self.entries[digest]
-                self.actions.append(WriteSlot(entry.variant, slot, staged.attempt))
-                place = Resident(slot, staged.bytes)
-                self.entries[digest] = replace(entry, place=place, used=self._turn())
-                self._take_pin_over(entry.variant)
-                self._grant(digest)
-            elif not self.entries[digest].wanted:
-                self.actions.append(DropStaged(digest, staged.attempt))
-                self.entries[digest] = replace(self.entries[digest], place=Absent())
-
-    def _make_room(self) -> None:
-        """Retire one slot for each staged variant whose patience is over."""
-        residents = self._residents()
-        needed = sum(p.since + self.config.patience_s <= self.now for _, p in self._staged())
-        needed -= sum(place.retiring != "no" for place in residents.values())
-        candidates = [
-            digest
-            for digest, place in residents.items()
-            if place.retiring == "no" and not self.entries[digest].pinned
-        ]
-        candidates.sort(key=lambda digest: self.entries[digest].used)
-        for digest in candidates[: max(needed, 0)]:
-            place = replace(residents[digest], retiring="make_room")
-            self.entries[digest] = replace(self.entries[digest], place=place)
-
-    def _keep_those_not_needed(self) -> None:
-        """Who retires to make room for no one any more gives leases again."""
-        needed = len(self._staged())
-        for digest, place in self._residents().items():
-            if place.retiring != "make_room":
-                continue
-            needed -= 1
-            if needed < 0:
-                place = replace(place, retiring="no")
-                self.entries[digest] = replace(self.entries[digest], place=place)
-                self._grant(digest)
-
-    # Loads.
-
-    def _start_queued(self) -> None:
-        turns: list[tuple[int, Digest]] = []
-        under_way = 0
-        for digest, entry in self.entries.items():
-            if isinstance(entry.place, Loading | Staged):
-                under_way += 1
-            elif isinstance(entry.place, Queued) and entry.wanted:
-                turns.append((entry.place.turn, digest))
-            elif isinstance(entry.place, Queued):
-                self.entries[digest] = replace(entry, place=Absent())
-        for turn, digest in sorted(turns)[: max(self.config.max_loads - under_way, 0)]:
-            entry = self.entries[digest]
-            place = Loading(turn, self._turn(), self.now)
-            self.actions.append(StartLoad(entry.variant, place.attempt))
-            self.entries[digest] = replace(entry, place=place)
-
-    def _drop_empty(self) -> None:
-        for digest, entry in list(self.entries.items()):
-            if isinstance(entry.place, Absent) and entry.failure is None and not entry.wanted:
-                del self.entries[digest]
-
-    def _wake_at(self, entry: Entry) -> float:
-        waits = min(entry.waiting.values(), default=inf) + self.config.wait_s
-        match entry.place:
-            case Loading(since=since):
-                return since + self.config.load_timeout_s
-            case Staged(since=since):
-                patience = since + self.config.patience_s
-                return min(waits, patience if patience > self.now else inf)
-            case Absent() if entry.failure is not None:
-                forget = 0.0 if entry.pinned else self.config.forget_after_s
-                return entry.failure.retry_at + forget
-            case _:
-                return waits
+        return table, tuple(draft.actions)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zen_jax import host_memory
 from zen_jax.config import ModelConfig
 from zen_jax.delta.format import WeightDelta
 
@@ -125,6 +126,9 @@ def _source_rows(config: ModelConfig, spec: ParamSpec) -> tuple[int, ...]:
 
 def _concatenate(parts: list[Array], axis: int) -> Array:
     numpy = all(isinstance(part, np.ndarray) for part in parts)
+    one = len({part.dtype for part in parts}) == 1
+    if numpy and one:
+        return host_memory.concatenate(parts, axis)
     return np.concatenate(parts, axis) if numpy else jnp.concatenate(parts, axis)
 
 
@@ -253,6 +257,8 @@ def _check_delta(name: str, delta: WeightDelta, shape: tuple[int, ...]) -> None:
 def _pad_levels(delta: WeightDelta, levels: int, rows: int, size: int) -> tuple[Array, Array]:
     """(bits uint8[levels, rows, I/8], scale float32[levels, rows]) with absent levels at scale
     0."""
+    if delta.bits is not None and delta.scale is not None and delta.bits.shape[0] == levels:
+        return delta.bits, np.broadcast_to(delta.scale, (levels, rows))
     bits = np.zeros((levels, rows, -(-size // 8)), np.uint8)
     scale = np.zeros((levels, rows), np.float32)
     if delta.bits is not None and delta.scale is not None:

@@ -13,14 +13,24 @@ from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+from zen_jax.eviction import Policy
+
 if TYPE_CHECKING:
     from zen_jax.checkpoint.manifest import Variant
 
 type Digest = str
 type Holder = int
-type LoadFailureKind = Literal["load_failed", "corrupt", "does_not_fit"]
-type RefusalKind = Literal["load_failed", "corrupt", "does_not_fit", "exhausted", "withdrawn"]
+type LoadFailureKind = Literal["load_failed", "timed_out", "corrupt", "does_not_fit"]
+type RefusalKind = Literal[
+    "load_failed", "timed_out", "corrupt", "does_not_fit", "exhausted", "withdrawn"
+]
 type Retiring = Literal["no", "make_room", "unload"]
+type Stage = Literal["read", "verify", "put", "commit"]
+
+# What each stage does, in messages.
+STAGES: Mapping[Stage, str] = MappingProxyType(
+    {"read": "reading", "verify": "checking", "put": "putting on the device", "commit": "writing"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +39,33 @@ class CacheConfig:
 
     Attributes:
         slots: variants that the bank holds.
-        max_loads: variants read or staged at a time, which bounds what lies outside the bank.
-        load_timeout_s: a load that takes longer counts as failed.
+        policy: who stays and who goes first.
+        max_loads: variants that are read from disk at a time.
+        max_staged: variants on their way from host memory into the bank at a time, which bounds
+            what lies beside the bank on the device: max_staged x slot_bytes.
+        slot_bytes: of one variant in the bank's shapes, which is what a copy in host memory takes.
+        host_bytes: for copies in host memory and what loads take there meanwhile, all together.
+        read_s: a variant whose files are not read by then counts as failed; likewise
+        verify_s: for their checksums,
+        put_s: for the way to the device, and
+        commit_s: for the writing of its slot.
         backoff_s: after a failure, doubled with each further one up to max_backoff_s.
         forget_after_s: a failure that nobody repeated for so long after its back-off is forgotten.
         patience_s: how long a staged variant waits for a slot before one stops giving leases.
         wait_s: how long a holder waits for a place before it is refused as exhausted. The time of
-            a running load is load_timeout_s's affair.
+            a running load is its stages' affair.
     """
 
     slots: int
+    policy: Policy = Policy()
     max_loads: int = 2
-    load_timeout_s: float = 60.0
+    max_staged: int = 2
+    slot_bytes: int = 0
+    host_bytes: float = inf
+    read_s: float = 60.0
+    verify_s: float = 30.0
+    put_s: float = 30.0
+    commit_s: float = 10.0
     backoff_s: float = 1.0
     max_backoff_s: float = 60.0
     forget_after_s: float = 600.0
@@ -48,15 +73,29 @@ class CacheConfig:
     wait_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_loads"):
+        for name in ("slots", "max_loads", "max_staged"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        for name in ("load_timeout_s", "backoff_s", "max_backoff_s", "wait_s"):
+        for name in ("slot_bytes", "host_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected bytes, at least 0")
+        stages = ("read_s", "verify_s", "put_s", "commit_s")
+        for name in (*stages, "backoff_s", "max_backoff_s", "wait_s"):
             if not 0 < getattr(self, name) < inf:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected seconds above 0")
         for name in ("forget_after_s", "patience_s"):
             if not 0 <= getattr(self, name) < inf:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected seconds, at least 0")
+
+    def deadline_s(self, stage: Stage) -> float:
+        """How long a stage may take."""
+        stages = {"read": self.read_s, "verify": self.verify_s, "put": self.put_s}
+        return stages.get(stage, self.commit_s)
+
+    def load_bytes(self, variant: Variant) -> int:
+        """Host memory that reading a variant takes at most: its files, its arrays as they are
+        fused, and as they are fitted into the bank's shapes."""
+        return variant.bytes + 2 * self.slot_bytes
 
 
 # Where a variant is.
@@ -69,25 +108,42 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """To be loaded when one of `max_loads` is free; the lowest turn goes first."""
+    """To be brought nearer when there is room; the lowest turn goes first."""
 
     turn: int
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Being read since `since`; `attempt` tells this load from any other."""
+    """On its way: read from disk and checked, or put on the device from its copy in host memory.
+
+    Attributes:
+        turn: its place in line.
+        attempt: tells this load from any other.
+        stage: what is being done, since `since`.
+    """
 
     turn: int
     attempt: int
+    stage: Stage
     since: float
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Read and verified, waiting for a slot since `since`."""
+    """On the device beside the bank, waiting for a slot since `since`."""
 
     turn: int
+    attempt: int
+    since: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """Being written into a slot, which nobody else has; not answered by yet."""
+
+    slot: int
     attempt: int
     since: float
     bytes: int
@@ -103,7 +159,7 @@ class Resident:
     retiring: Retiring = "no"
 
 
-type Place = Absent | Queued | Loading | Staged | Resident
+type Place = Absent | Queued | Loading | Staged | Writing | Resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +181,6 @@ class Entry:
         place: where it is.
         waiting: holders that wait for it, with the time each began to.
         pinned: never evicted, loaded again when it is absent.
-        used: grows with each use in the table; the least is the least recent.
         failure: of the last load, until one succeeds or it is forgotten.
     """
 
@@ -133,7 +188,6 @@ class Entry:
     place: Place = Absent()
     waiting: Mapping[Holder, float] = MappingProxyType({})
     pinned: bool = False
-    used: int = 0
     failure: LoadFailure | None = None
 
     @property
@@ -142,12 +196,43 @@ class Entry:
         return self.pinned or bool(self.waiting)
 
 
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A variant in host memory, in the bank's shapes, checked."""
+
+    variant: Variant
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lingering:
+    """A load that was given up and has not ended yet: it holds memory until it does.
+
+    Attributes:
+        digest: whose.
+        stage: that it was in.
+        bytes: of host memory that it may hold.
+    """
+
+    digest: Digest
+    stage: Stage
+    bytes: int
+
+
 # What is to be done, in the order given.
 
 
 @dataclass(frozen=True, slots=True)
 class StartLoad:
-    """Read and stage the variant; answer with `loaded` or `failed` and the same attempt."""
+    """Read the variant into host memory; answer with `fetched` or `failed`, the same attempt."""
+
+    variant: Variant
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartPut:
+    """Put the copy in host memory on the device; answer with `loaded` or `failed`."""
 
     variant: Variant
     attempt: int
@@ -155,7 +240,8 @@ class StartLoad:
 
 @dataclass(frozen=True, slots=True)
 class AbandonLoad:
-    """Nobody wants this load's answer any more; it may hang."""
+    """Nobody wants this load's answer any more; it may hang. Answer with `ended` once it has
+    ended and holds nothing any more."""
 
     digest: Digest
     attempt: int
@@ -170,8 +256,16 @@ class DropStaged:
 
 
 @dataclass(frozen=True, slots=True)
+class DropHost:
+    """Free the copy in host memory."""
+
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class WriteSlot:
-    """Write what `attempt` staged into the slot, every leaf of it."""
+    """Write what `attempt` staged into the slot, every leaf of it; answer with `committed` or
+    `failed`."""
 
     variant: Variant
     slot: int
@@ -180,7 +274,7 @@ class WriteSlot:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """The variant is no longer in the slot; its weights may be kept elsewhere."""
+    """The variant is no longer in the slot; its copy in host memory, if any, stays."""
 
     digest: Digest
     slot: int
@@ -204,7 +298,17 @@ class Refuse:
     retry_after_s: float | None
 
 
-type Action = StartLoad | AbandonLoad | DropStaged | WriteSlot | Evicted | Grant | Refuse
+type Action = (
+    StartLoad
+    | StartPut
+    | AbandonLoad
+    | DropStaged
+    | DropHost
+    | WriteSlot
+    | Evicted
+    | Grant
+    | Refuse
+)
 
 
 class PinLimit(ValueError):

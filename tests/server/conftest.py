@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.loader import Loader
+from server.loader import Loader, Stages
 from server.requests import Failure, Request, TokenEvent
 from server.worker import Worker
 from zen_jax.checkpoint.manifest import Variant
@@ -69,6 +69,8 @@ class FakeBank:
 
     numbers: list[int | None]
     donated: bool = False
+
+    is_deleted = lambda self: self.donated  # noqa: E731
 
 
 @dataclass
@@ -152,8 +154,10 @@ class FakeEngine:
         return self.bank
 
     def write_slot(self, bank: FakeBank, slot: int, staged: Mapping[str, Any]) -> FakeBank:
-        self._called("write_slot", slot)
+        if "write_slot refused" in self.broken:
+            raise ValueError("what is staged does not fit")
         bank = self._take(bank)
+        self._called("write_slot", slot)
         bank.numbers[slot] = int(staged["number"])
         self.bank = bank
         return bank
@@ -202,10 +206,8 @@ class FakeEngine:
                 tokens[i] = self._sample(bank, row)
                 own[i] = logprob_of(tokens[i], len(row.tokens) - 1)
         self.state = state
-        sampled = SimpleNamespace(
-            token=tokens, logprobs=as_logprobs(own), prompt=as_logprobs(judged)
-        )
-        return state, sampled
+        own, judged = as_logprobs(own), as_logprobs(judged)
+        return state, SimpleNamespace(token=tokens, logprobs=own, prompt=judged)
 
     def decode(
         self, bank: FakeBank, state: FakeState, steps: int, rows: Sequence[int], table: Any
@@ -308,6 +310,11 @@ def read_number(variant: Variant) -> dict[str, Any]:
     return {"number": np.int32(number_of(variant))}
 
 
+def stages(read: Any = read_number, verify: Any = lambda x: x, put: Any = lambda x: x) -> Stages:
+    """The stages of a load, those that do nothing unless another is given."""
+    return Stages(read, verify, put)
+
+
 class Caller:
     """What came back for one request, in order."""
 
@@ -352,6 +359,7 @@ def fake() -> Any:
         next_token=next_token,
         number_of=number_of,
         read_number=read_number,
+        stages=stages,
         variant=make_variant,
     )
 
@@ -404,8 +412,8 @@ class World:
         self.gates: dict[str, threading.Event] = {}
         self.errors: dict[str, Exception] = {}
         self.reads: list[str] = []
-        self.loader = Loader(self._read, lambda tree: tree)
-        cache = CacheConfig(slots=slots, backoff_s=0.05, patience_s=0.05)
+        cache = CacheConfig(slots=slots, slot_bytes=4, backoff_s=0.05, patience_s=0.05)
+        self.loader = Loader(stages(self._read))
         self.worker = Worker(self.engine, self.loader, cache, fake.ByteTokenizer, inbox, clock)
 
     def _read(self, variant: Variant) -> Any:

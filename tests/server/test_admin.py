@@ -29,6 +29,9 @@ EMPTY = WorkerSnapshot(
     waiting=0,
     alive=True,
     step_s=0.01,
+    host_used=0,
+    host_budget=float("inf"),
+    loads=0,
     host_share=0.1,
     compiles=8,
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -10,10 +11,12 @@ from server.events import (
     Answer,
     Arrived,
     Cancelled,
+    Committed,
     Decode,
     Emit,
     Event,
     Fail,
+    Fetched,
     Loaded,
     LoadFailed,
     OperatorCall,
@@ -27,7 +30,7 @@ from server.jobs import SchedulerConfig, State
 from server.requests import Failure, Request, Timings
 from server.scheduler import initial, plan
 from zen_jax.chunking import Shape
-from zen_jax.residency import CacheConfig, Evicted, StartLoad, WriteSlot
+from zen_jax.residency import CacheConfig, Evicted, StartLoad, StartPut, WriteSlot
 
 
 class Plans:
@@ -40,13 +43,23 @@ class Plans:
         shapes: tuple[Shape, ...] = ((1, 100), (8, 100)),
         max_steps: int = 1,
     ) -> None:
-        cache = CacheConfig(slots=slots, patience_s=1.0, wait_s=10.0, load_timeout_s=20.0)
+        cache = CacheConfig(slots=slots, patience_s=1.0, wait_s=10.0, read_s=20.0, slot_bytes=4)
         self.state: State = initial(SchedulerConfig(rows, shapes, max_steps), cache)
         self.now = 0.0
 
     def __call__(self, *events: Event) -> tuple[Action, ...]:
+        """One plan, and those that follow from it: what is to be put on the device is, and slots
+        are written."""
         self.state, actions = plan(self.state, events, self.now)
-        return actions
+        follow: list[Event] = []
+        for action in actions:
+            match action:
+                case StartPut(variant, attempt):
+                    follow.append(Loaded(variant.digest, attempt, 4))
+                case WriteSlot(variant, _, attempt):
+                    follow.append(Committed(variant.digest, attempt))
+        actions = tuple(action for action in actions if not isinstance(action, StartPut))
+        return (*actions, *self(*follow)) if follow else actions
 
     def arrive(
         self, request: Request, stops: frozenset[int] = frozenset(), limit: int = 4
@@ -126,8 +139,8 @@ def test_who_waits_for_a_variant_holds_up_nobody(
     assert isinstance(start, StartLoad) and start.variant == cold.variant
     assert read(plans.arrive(warm)) == [(warm, 0, -1)]
     plans.now = 2.0
-    actions = plans(Loaded("digest-a1", start.attempt, 4))
-    assert actions[0] == WriteSlot(fake.variant("a"), 0, start.attempt)
+    actions = plans(Fetched("digest-a1", start.attempt, 4))
+    assert only(actions, WriteSlot) == [WriteSlot(fake.variant("a"), 0, ANY)]
     assert read(actions) == [(cold, 1, 0)]
     plans.now = 3.0
     for token in range(4):
@@ -144,7 +157,7 @@ def test_rows_are_given_in_the_order_of_arrival_loads_or_not(
     plans.arrive(running)
     (start,) = only(plans.arrive(cold), StartLoad)
     plans.arrive(later)
-    plans(Loaded("digest-a1", start.attempt, 4))
+    plans(Fetched("digest-a1", start.attempt, 4))
     assert plans.state.queued == 2
     assert read(plans(Cancelled(running.id))) == [(cold, 0, 0)]
 
@@ -287,7 +300,7 @@ def test_a_deadline_in_mid_stream_frees_the_row_and_the_lease(
     request = make_request(fake.variant("a"), deadline=5.0)
     (start,) = plans.arrive(request)
     assert isinstance(start, StartLoad)
-    plans(Loaded("digest-a1", start.attempt, 4))
+    plans(Fetched("digest-a1", start.attempt, 4))
     plans.now = 5.0
     emit, fail = plans(Sampled(1, 1, (7,)))
     assert emit == Emit(request.id, (7,), None)
@@ -305,7 +318,7 @@ def test_cancelling_at_each_stage_gives_everything_back(
             plans.arrive(blocker)
         (start,) = only(plans.arrive(request), StartLoad)
         if stage >= 1:
-            plans(Loaded("digest-a1", start.attempt, 4))
+            plans(Fetched("digest-a1", start.attempt, 4))
         if stage == 3:
             plans(Sampled(plans.ticket(request), 1, (7,)))
         actions = plans(Cancelled(request.id))
@@ -342,9 +355,9 @@ def test_no_slot_within_the_wait_is_exhausted_with_a_time(
     running, waiting = make_request(fake.variant("a")), make_request(fake.variant("b"))
     (start,) = plans.arrive(running)
     assert isinstance(start, StartLoad)
-    plans(Loaded("digest-a1", start.attempt, 4))
+    plans(Fetched("digest-a1", start.attempt, 4))
     (start,) = only(plans.arrive(waiting), StartLoad)
-    plans(Loaded("digest-b1", start.attempt, 4))
+    plans(Fetched("digest-b1", start.attempt, 4))
     plans.now = 10.0
     (fail,) = only(plans(), Fail)
     assert (fail.failure.request_id, fail.failure.kind) == (waiting.id, "exhausted")
@@ -369,8 +382,8 @@ def test_an_operator_loads_pins_and_unloads(
     variant = fake.variant("a")
     (start,) = plans(OperatorCall(0, "load", variant))
     assert isinstance(start, StartLoad)
-    actions = plans(Loaded("digest-a1", start.attempt, 4))
-    assert actions == (WriteSlot(variant, 0, start.attempt), Answer(0))
+    actions = plans(Fetched("digest-a1", start.attempt, 4))
+    assert actions == (WriteSlot(variant, 0, ANY), Answer(0))
     assert not plans.state.cache.holders
     assert plans(OperatorCall(1, "pin", variant)) == (Answer(1),)
     (refused,) = only(plans(OperatorCall(2, "pin", fake.variant("b"))), Answer)
@@ -388,7 +401,7 @@ def test_unloading_answers_when_the_last_that_used_it_has_ended(
     request = make_request(fake.variant("a"))
     (start,) = plans.arrive(request)
     assert isinstance(start, StartLoad)
-    plans(Loaded("digest-a1", start.attempt, 4))
+    plans(Fetched("digest-a1", start.attempt, 4))
     assert not only(plans(OperatorCall(5, "unload", fake.variant("a"))), Answer)
     actions = plans(Cancelled(request.id))
     assert only(actions, Answer) == [Answer(5)]
@@ -397,7 +410,7 @@ def test_unloading_answers_when_the_last_that_used_it_has_ended(
 def load(plans: Plans, request: Request) -> None:
     """Has the request run with its variant in memory."""
     (start,) = only(plans.arrive(request), StartLoad)
-    plans(Loaded(start.variant.digest, start.attempt, 4))
+    plans(Fetched(start.variant.digest, start.attempt, 4))
 
 
 def test_a_pin_ends_an_unload_that_waits(

@@ -371,9 +371,14 @@ def test_the_time_to_come_again_is_that_of_the_queue_and_not_of_an_idle_night(
     make_request: MakeRequest, fake: Any
 ):
     now = 0.0
-    loader = Loader(fake.read_number, lambda tree: tree)
+    loader = Loader(fake.stages())
     worker = Worker(
-        fake.Engine(rows=1), loader, CacheConfig(slots=1), fake.ByteTokenizer, 4, lambda: now
+        fake.Engine(rows=1),
+        loader,
+        CacheConfig(slots=1, slot_bytes=4),
+        fake.ByteTokenizer,
+        4,
+        lambda: now,
     )
     worker.tick()
     now = 30_000.0

@@ -64,6 +64,22 @@ def test_a_broken_engine_answers_everyone_and_tells_nothing(
     gate.set()
 
 
+def test_a_slot_that_cannot_be_written_is_its_own_variants_affair(
+    worlds: MakeWorld, make_request: MakeRequest, fake: Any, caplog: pytest.LogCaptureFixture
+):
+    world = worlds()
+    world.engine.broken.add("write_slot refused")
+    bad = world.answer(make_request(fake.variant("a")))
+    assert bad.failure.kind == "load_failed" and "error " in bad.failure.message
+    assert bad.failure.retry_after_s == 0.05
+    assert world.answer(make_request()).failure is None
+    world.engine.broken.clear()
+    time.sleep(0.06)
+    assert world.answer(make_request(fake.variant("a"))).failure is None
+    assert world.reads == ["zen4-a"], "the copy in host memory was as good as before"
+    assert world.left() == (0, 0, 0, 0)
+
+
 def test_a_prompt_that_the_engine_refuses_fails_alone(
     worlds: MakeWorld, make_request: MakeRequest, caplog: pytest.LogCaptureFixture
 ):

@@ -1,5 +1,6 @@
 """The delta cache's table: what no sequence of transitions may do."""
 
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
@@ -10,39 +11,68 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.delta_cache import DeltaCache
+from zen_jax.eviction import Policy
 from zen_jax.residency import (
     AbandonLoad,
     CacheConfig,
+    DropHost,
     DropStaged,
     Evicted,
     Grant,
     Loading,
     PinLimit,
+    Queued,
     Refuse,
     Resident,
     Staged,
     StartLoad,
+    StartPut,
     WriteSlot,
+    Writing,
 )
 
 
-class TableMachine(RuleBasedStateMachine):
-    """Any sequence of transitions, with a bank and loads beside the table that believe nothing.
+@dataclass
+class Task:
+    """A load that runs: what of it, and since when; given up when it is not wanted."""
 
-    `bank` is what the slots would hold, `loads` the loads that were begun and not given up,
-    `staged` what lies beside the bank, `waiting` and `leased` what each holder was told.
+    variant: Variant
+    stage: str
+    since: float
+    wanted: bool = True
+
+
+SLOT, FILES = 10, 6  # bytes of a variant in the bank's shapes, and of its files
+LOAD = FILES + 2 * SLOT
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Any sequence of transitions, with a bank, loads and memory beside the table that believe
+    nothing.
+
+    `bank` is what the slots hold and answer by, `writing` what is being written into them, `tasks`
+    the loads that run, given up or not, `host` the copies in host memory, `staged` what lies beside
+    the bank, `waiting` and `leased` what each holder was told.
     """
 
-    slots, max_loads = 2, 2
+    slots, max_loads, max_staged, host_bytes = 2, 2, 2, 2 * LOAD + 15
     variants = Bundle("variants")
 
     def __init__(self) -> None:
         super().__init__()
+        policy = Policy(half_life_s=10.0, recency_s=5.0, pinned=1, idle_after_s=25.0)
         self.cache = DeltaCache(
             CacheConfig(
                 slots=self.slots,
+                policy=policy,
                 max_loads=self.max_loads,
-                load_timeout_s=8.0,
+                max_staged=self.max_staged,
+                slot_bytes=SLOT,
+                host_bytes=self.host_bytes,
+                read_s=8.0,
+                verify_s=4.0,
+                put_s=5.0,
+                commit_s=2.0,
                 backoff_s=1.0,
                 max_backoff_s=4.0,
                 forget_after_s=20.0,
@@ -54,49 +84,75 @@ class TableMachine(RuleBasedStateMachine):
         self.holders = 0
         self.waiting: dict[int, tuple[Variant, float]] = {}
         self.leased: dict[int, tuple[Variant, int]] = {}
-        self.loads: dict[int, Variant] = {}
-        self.given_up: dict[int, Variant] = {}
+        self.tasks: dict[int, Task] = {}
+        self.host: dict[str, int] = {}
         self.staged: dict[int, Variant] = {}
+        self.writing: dict[int, tuple[Variant, int]] = {}
         self.bank: dict[int, Variant] = {}
         self.pinned: set[str] = set()
         self.known: dict[str, Variant] = {}
+        self.failed_at: dict[str, float] = {}
 
     def apply(self, step: tuple[DeltaCache, tuple[object, ...]]) -> None:
         self.cache, actions = step
         for action in actions:
-            match action:
-                case StartLoad(which, attempt):
-                    assert which.digest not in {v.digest for v in self.loads.values()}
-                    assert attempt not in self.loads | self.given_up | self.staged
-                    self.loads[attempt] = which
-                case AbandonLoad(_, attempt):
-                    self.given_up[attempt] = self.loads.pop(attempt)
-                case DropStaged(_, attempt):
-                    del self.staged[attempt]
-                case WriteSlot(which, slot, attempt):
-                    assert 0 <= slot < self.slots
-                    assert slot not in self.bank, "written over"
-                    assert self.staged.pop(attempt) == which
-                    self.bank[slot] = which
-                    before = {d for d in self.namesakes(which) if self.known[d].version < 2}
-                    if before and which.version == 2:  # the pin goes over
-                        self.pinned = self.pinned - before | {which.digest}
-                case Evicted(digest, slot):
-                    assert self.bank.pop(slot).digest == digest
-                    assert digest not in self.pinned, "a pinned variant left"
-                    assert slot not in {s for _, s in self.leased.values()}, "evicted under lease"
-                case Grant(holder, slot):
-                    which, _ = self.waiting.pop(holder)
-                    assert self.bank[slot] == which
-                    self.leased[holder] = which, slot
-                case Refuse(holder):
-                    del self.waiting[holder]
-                case _:
-                    raise AssertionError(action)
+            self.carry_out(action)
+
+    def begin(self, which: Variant, attempt: int, stage: str) -> None:
+        under_way = {t.variant.digest for t in self.tasks.values() if t.wanted}
+        under_way |= {v.digest for v in self.staged.values()}
+        under_way |= {self.writing[a][0].digest for a in self.written_to()}
+        assert which.digest not in under_way, "a second load of one variant"
+        assert attempt not in self.tasks and attempt not in self.staged
+        self.tasks[attempt] = Task(which, stage, self.now)
+
+    def carry_out(self, action: object) -> None:
+        match action:
+            case StartLoad(which, attempt):
+                assert which.digest not in self.host, "read though it is in host memory"
+                assert self.now >= self.failed_at.get(which.digest, self.now), "no back-off"
+                self.begin(which, attempt, "read")
+            case StartPut(which, attempt):
+                assert which.digest in self.host, "put without a copy"
+                self.begin(which, attempt, "put")
+            case AbandonLoad(_, attempt):
+                self.tasks[attempt].wanted = False
+            case DropStaged(_, attempt):
+                del self.staged[attempt]
+            case DropHost(digest):
+                put = [t.variant.digest for t in self.tasks.values() if t.stage == "put"]
+                assert digest not in put, "dropped while it is read from"
+                del self.host[digest]
+            case WriteSlot(which, slot, attempt):
+                assert 0 <= slot < self.slots
+                assert slot not in [*self.bank, *self.written_to().values()], "written over"
+                assert self.staged.pop(attempt) == which
+                self.writing[attempt] = which, slot
+                self.started_writing = self.now
+            case Evicted(digest, slot):
+                assert self.bank.pop(slot).digest == digest
+                assert digest not in self.pinned, "a pinned variant left"
+                assert slot not in {s for _, s in self.leased.values()}, "evicted under lease"
+            case Grant(holder, slot):
+                which, _ = self.waiting.pop(holder)
+                assert self.bank[slot] == which
+                self.leased[holder] = which, slot
+            case Refuse(holder):
+                del self.waiting[holder]
+            case _:
+                raise AssertionError(action)
+
+    def written_to(self) -> dict[int, int]:
+        """The slots that are being written, by attempt, but those that were given up."""
+        places = [entry.place for entry in self.cache.entries.values()]
+        wanted = {place.attempt for place in places if isinstance(place, Writing)}
+        return {a: slot for a, (_, slot) in self.writing.items() if a in wanted}
 
     @rule(target=variants, letter=st.sampled_from("abcd"), version=st.integers(1, 2))
     def publish(self, letter: str, version: int) -> Variant:
-        which = Variant(f"zen4-{letter}", version, f"digest-{letter}{version}", Path("/store"))
+        which = Variant(
+            f"zen4-{letter}", version, f"digest-{letter}{version}", Path("/store"), FILES
+        )
         self.known[which.digest] = which
         return which
 
@@ -110,28 +166,53 @@ class TableMachine(RuleBasedStateMachine):
         self.waiting[self.holders] = which, self.now
         self.apply(self.cache.request(self.holders, which, self.now))
 
-    @precondition(lambda self: self.loads)
-    @rule(data=st.data(), good=st.booleans())
-    def end_load(self, data: st.DataObject, good: bool) -> None:
-        attempt = data.draw(st.sampled_from(sorted(self.loads)))
-        which = self.loads.pop(attempt)
-        if good:
-            self.staged[attempt] = which
-            self.apply(self.cache.loaded(which.digest, attempt, 1, self.now))
+    @precondition(lambda self: self.tasks)
+    @rule(data=st.data(), good=st.integers(0, 3))
+    def end_stage(self, data: st.DataObject, good: int) -> None:
+        """A stage ends, three times in four well; of one given up only that is told."""
+        attempt = data.draw(st.sampled_from(sorted(self.tasks)))
+        task = self.tasks[attempt]
+        digest = task.variant.digest
+        if not task.wanted:
+            del self.tasks[attempt]
+            self.apply(self.cache.ended(attempt, self.now))
+        elif not good:
+            del self.tasks[attempt]
+            self.note_failure(digest)
+            self.apply(self.cache.failed(digest, attempt, "load_failed", "", self.now))
+        elif task.stage == "read":
+            task.stage = "verify"
+            self.apply(self.cache.advanced(digest, attempt, "verify", self.now))
+        elif task.stage == "verify":
+            del self.tasks[attempt]
+            self.host[digest] = SLOT
+            self.apply(self.cache.fetched(digest, attempt, SLOT, self.now))
         else:
-            self.apply(self.cache.failed(which.digest, attempt, "load_failed", "", self.now))
+            del self.tasks[attempt]
+            self.staged[attempt] = task.variant
+            self.apply(self.cache.loaded(digest, attempt, SLOT, self.now))
 
-    @precondition(lambda self: self.given_up)
-    @rule(data=st.data(), good=st.booleans())
-    def end_load_too_late(self, data: st.DataObject, good: bool) -> None:
-        attempt = data.draw(st.sampled_from(sorted(self.given_up)))
-        which = self.given_up.pop(attempt)
-        if good:
-            self.staged[attempt] = which
-            self.apply(self.cache.loaded(which.digest, attempt, 1, self.now))
-            assert attempt not in self.staged
-        else:
-            self.apply(self.cache.failed(which.digest, attempt, "corrupt", "", self.now))
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), good=st.integers(0, 3))
+    def end_write(self, data: st.DataObject, good: int) -> None:
+        """A slot is written or could not be; one that was given up meanwhile changes nothing."""
+        attempt = data.draw(st.sampled_from(sorted(self.writing)))
+        wanted = attempt in self.written_to()
+        which, slot = self.writing.pop(attempt)
+        if not good:
+            if wanted:
+                self.note_failure(which.digest)
+            self.apply(self.cache.failed(which.digest, attempt, "load_failed", "", self.now))
+            return
+        if wanted:
+            self.bank[slot] = which
+            before = {d for d in self.namesakes(which) if self.known[d].version <= which.version}
+            if before:  # the pin goes over
+                self.pinned = self.pinned - before | {which.digest}
+        self.apply(self.cache.committed(which.digest, attempt, self.now))
+
+    def note_failure(self, digest: str) -> None:
+        self.failed_at[digest] = self.now + 1.0
 
     @precondition(lambda self: self.waiting or self.leased)
     @rule(data=st.data())
@@ -174,8 +255,11 @@ class TableMachine(RuleBasedStateMachine):
         assert {p.slot: d for d, p in residents.items()} == {
             slot: v.digest for slot, v in self.bank.items()
         }
-        assert {p.attempt for p in places.values() if isinstance(p, Loading)} == set(self.loads)
+        wanted = {attempt for attempt, task in self.tasks.items() if task.wanted}
+        assert {p.attempt for p in places.values() if isinstance(p, Loading)} == wanted
+        assert set(self.cache.lingering) == set(self.tasks) - wanted
         assert {p.attempt for p in places.values() if isinstance(p, Staged)} == set(self.staged)
+        assert {d: copy.bytes for d, copy in self.cache.host.items()} == self.host
         leases = [holder for p in residents.values() for holder in p.leases]
         assert sorted(leases) == sorted(self.leased)
         waiting = {h: d for d, e in self.cache.entries.items() for h in e.waiting}
@@ -185,8 +269,21 @@ class TableMachine(RuleBasedStateMachine):
 
     @invariant()
     def bounds_hold(self) -> None:
-        assert len(self.loads) + len(self.staged) <= self.max_loads
-        assert len(self.bank) <= self.slots
+        assert len(self.bank) + len(self.written_to()) <= self.slots
+        reading = [task for task in self.tasks.values() if task.stage != "put"]
+        assert sum(task.wanted for task in reading) <= self.max_loads
+        used = sum(self.host.values()) + LOAD * len(reading)
+        assert used == self.cache.host_used <= self.host_bytes
+        puts = len(self.tasks) - len(reading)
+        assert puts + len(self.staged) + len(self.written_to()) <= self.max_staged
+        assert len(self.cache.kept | self.pinned & set(self.known)) <= self.slots
+        assert len(self.cache.kept) + len(self.pinned) <= self.slots - 1 or not self.cache.kept
+
+    @invariant()
+    def every_stage_has_a_deadline(self) -> None:
+        for entry in self.cache.entries.values():
+            if isinstance(entry.place, Loading | Writing):
+                assert self.cache.wake_at <= entry.place.since + 8.0
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
@@ -195,17 +292,24 @@ class TableMachine(RuleBasedStateMachine):
             place = self.cache.entries[which.digest].place
             assert not isinstance(place, Resident) or place.retiring != "no"
             assert self.cache.wake_at <= max(since + 30.0, self.now + 8.0)
+            if isinstance(place, Queued | Staged | Resident):
+                assert self.now - since < 30.0 + 100.0, "waited without end"
 
     @invariant()
     def nobody_waits_beside_a_slot_to_be_had(self) -> None:
-        entries = self.cache.entries.values()
         idle = [
-            entry
-            for entry in entries
+            digest
+            for digest, entry in self.cache.entries.items()
             if isinstance(entry.place, Resident) and not entry.place.leases and not entry.pinned
         ]
         if self.staged:
-            assert len(self.bank) == self.slots and not idle
+            assert len(self.bank) + len(self.written_to()) == self.slots
+            assert set(idle) <= self.cache.kept
+
+    @invariant()
+    def a_variant_stays_while_something_queued_for_it_is_not_served(self) -> None:
+        for which, slot in self.leased.values():
+            assert self.bank[slot] == which
 
     def teardown(self) -> None:
         """All that runs ends, time passes: every waiter is resolved and nothing is left."""
@@ -221,10 +325,14 @@ class TableMachine(RuleBasedStateMachine):
         for which in list(self.pinned):
             self.apply(self.cache.unpin(which, self.now))
         self.pinned.clear()
+        for attempt, task in list(self.tasks.items()):
+            if not task.wanted:
+                del self.tasks[attempt]
+                self.apply(self.cache.ended(attempt, self.now))
         for _ in range(4):
             self.now += 100.0
             self.apply(self.cache.tick(self.now))
-        assert not self.loads and not self.staged
+        assert not any(task.wanted for task in self.tasks.values()) and not self.staged
         assert all(isinstance(e.place, Resident) for e in self.cache.entries.values())
         assert self.cache.wake_at == inf
 

@@ -11,8 +11,11 @@ import numpy as np
 import xxhash
 
 from zen_jax.checkpoint.manifest import FileEntry, Part
+from zen_jax.host_memory import empty
 
 _BLOCK = 8 * 2**20
+# Read and hashed at a time: it is still in the processor's cache when it is hashed.
+_PIECE = 2**20
 
 
 class FileDamaged(Exception):
@@ -49,7 +52,7 @@ def empty_stored(part: Part) -> np.ndarray:
     if part.shards > 1:
         shape[part.axis] //= part.shards
         shape.insert(0, part.shards)
-    return np.empty(shape, dtype_of(part.dtype))
+    return empty(tuple(shape), dtype_of(part.dtype))
 
 
 def open_regular(path: Path) -> int:
@@ -68,37 +71,52 @@ def open_regular(path: Path) -> int:
     return handle
 
 
-def read_checked(path: Path, entry: FileEntry, into: np.ndarray | None = None) -> memoryview:
-    """Reads a file once and checks it.
+def read_file(
+    path: Path, size_meant: int, into: np.ndarray | None = None
+) -> tuple[memoryview, str]:
+    """Reads a file once, and hashes it on the way.
 
     Args:
       path: the file.
-      entry: what it should be.
+      size_meant: its bytes.
       into: a contiguous array of exactly its bytes to read into; a new one by default.
 
     Returns:
-      The bytes.
+      The bytes, and their xxh3_128 in hex.
 
     Raises:
-      FileDamaged: it is missing, has another size or another xxh3.
+      FileDamaged: it is missing, cannot be read, or has another size.
     """
     handle = open_regular(path)
     try:
         size = os.fstat(handle).st_size
-        if size != entry.size or (into is not None and into.nbytes != size):
-            expected = entry.size if into is None else into.nbytes
+        if size != size_meant or (into is not None and into.nbytes != size):
+            expected = size_meant if into is None else into.nbytes
             raise FileDamaged(f"has {size} bytes; expected {expected}")
         # Viewed as bytes: memoryview does not know bfloat16.
-        raw = np.empty(size, np.uint8) if into is None else into.reshape(-1).view(np.uint8)
-        view, done = memoryview(raw), 0
+        raw = empty((size,), np.uint8) if into is None else into.reshape(-1).view(np.uint8)
+        view, done, digest = memoryview(raw), 0, xxhash.xxh3_128()
         while done < size:
-            count = os.readv(handle, [view[done:]])
+            count = os.readv(handle, [view[done : done + _PIECE]])
             if count == 0:
                 raise FileDamaged(f"ended after {done} bytes; expected {size}")
+            digest.update(view[done : done + count])
             done += count
+    except OSError as error:
+        raise FileDamaged(f"cannot be read ({error.strerror})") from error
     finally:
         os.close(handle)
-    if xxhash.xxh3_128_hexdigest(view) != entry.xxh3:
+    return view, digest.hexdigest()
+
+
+def read_checked(path: Path, entry: FileEntry, into: np.ndarray | None = None) -> memoryview:
+    """Reads a file once and checks it; see `read_file`.
+
+    Raises:
+      FileDamaged: it is missing, has another size or another xxh3.
+    """
+    view, digest = read_file(path, entry.size, into)
+    if digest != entry.xxh3:
         raise FileDamaged("does not match its checksum")
     return view
 

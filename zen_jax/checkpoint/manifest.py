@@ -86,12 +86,14 @@ class Variant:
       version: counts up from 1.
       digest: of its content; what caches are keyed by, never the name.
       path: its folder.
+      bytes: of host memory that its files, and what is made of them, take at most while it is read.
     """
 
     name: str
     version: int
     digest: str
     path: Path
+    bytes: int = dataclasses.field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.name}/{self.version}"
@@ -213,6 +215,20 @@ class Manifest:
     def bytes_on_disk(self) -> int:
         """Bytes on disk, the manifest itself included."""
         return sum(file.size for file in self.files.values()) + len(self.render())
+
+    @property
+    def load_bytes(self) -> int:
+        """Bytes of host memory that reading takes at most: every file once, arrays in several files
+        once more as they are joined; for one kept whole its difference, and the base's tensor as
+        stored, in float32 and beside the difference."""
+        size = sum(file.size for file in self.files.values())
+        for tensor in self.tensors.values():
+            for kind, part in tensor.parts.items():
+                if part.shards > 1:
+                    size += sum(self.files[file].size for file in part.files())
+                if kind == "whole":
+                    size += 16 * math.prod(part.shape)
+        return size
 
     @property
     def full_copy_bytes(self) -> int:

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from zen_jax.checkpoint.chunks import (
     describe_file,
     empty_stored,
     join,
-    list_files,
     open_regular,
     read_checked,
 )
@@ -42,10 +40,10 @@ from zen_jax.checkpoint.manifest import (
     content_digest,
 )
 from zen_jax.checkpoint.publish import PUBLISHING, TOKENIZER, VARIANTS, Publisher
+from zen_jax.checkpoint.raw import RawVariant, listing_problems, read_all
 from zen_jax.delta.format import WeightDelta
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
-_READERS = 8
 _LOADED = {"bits", "scale", "dense", "whole", "rows"}
 
 # (what is worked on, bytes done, bytes in all)
@@ -163,7 +161,7 @@ class Store:
             raise VariantNotFound(f"{name!r} has no version {version}; it has {listed}")
         folder = self._folder(VARIANTS, name, str(version))
         manifest = _read_manifest(folder, name, version, VariantCorrupt)
-        return Variant(name, version, manifest.digest, folder)
+        return Variant(name, version, manifest.digest, folder, manifest.load_bytes)
 
     def manifest(self, variant: Variant) -> Manifest:
         """A variant's manifest.
@@ -208,15 +206,18 @@ class Store:
             yield name, self.base_tensor(name)
 
     def read_variant(self, variant: Variant) -> dict[str, WeightDelta]:
-        """What a variant adds to each of the base's tensors, by Hugging Face name.
-
-        Every file of the variant is read once and checked in memory. The head is there if the base
-        or the variant has one of its own; where only the variant has, it is a difference to the
-        embedding. Rows that only the variant has are the tail, in its own dtype. Where the variant
-        keeps a matrix whole, the base's is read too, and the difference given in float32.
+        """What a variant adds to each of the base's tensors: `read_files`, then `check`.
 
         Raises:
-          VariantCorrupt: anything at all is damaged, missing or too much; the file is named.
+          VariantCorrupt, WrongBase, NotServedYet: as they do.
+        """
+        return self.check(self.read_files(variant))
+
+    def read_files(self, variant: Variant) -> RawVariant:
+        """Every file of a variant, read once into host memory and hashed, several at a time.
+
+        Raises:
+          VariantCorrupt: a file is missing, too much or of another size; it is named.
           WrongBase: it was made against another base.
           NotServedYet: a later version of this code made it, with parts that are not known here.
         """
@@ -232,7 +233,21 @@ class Store:
                 f"{variant} has parts of a kind that this version does not know: "
                 f"{', '.join(sorted(kinds - _LOADED))}; serve it with the version that made it"
             )
-        arrays = _read_all(self._folder(*_steps(variant)), manifest, str(variant))
+        return read_all(self._folder(*_steps(variant)), manifest, str(variant))
+
+    def check(self, raw: RawVariant) -> dict[str, WeightDelta]:
+        """What a variant adds to each of the base's tensors, by Hugging Face name.
+
+        Nothing is read again: what lies in memory is compared with the manifest. The head is there
+        if the base or the variant has one of its own; where only the variant has, it is a
+        difference to the embedding. Rows that only the variant has are the tail, in its own dtype.
+        Where the variant keeps a matrix whole, the base's is read too, and the difference given in
+        float32.
+
+        Raises:
+          VariantCorrupt: a file does not match its checksum; it is named.
+        """
+        arrays, manifest = raw.checked(), raw.manifest
         return {
             name: self._delta(tensor.against or name, name, arrays)
             for name, tensor in manifest.tensors.items()
@@ -313,7 +328,7 @@ class Store:
         done = 0
         for where, folder, manifest in manifests:
             findings += [Finding(where, MANIFEST, p) for p in _inconsistent(manifest, bases)]
-            findings += [Finding(where, *pair) for pair in _listing_problems(folder, manifest)]
+            findings += [Finding(where, *pair) for pair in listing_problems(folder, manifest)]
             for file, entry in manifest.files.items():
                 try:
                     if describe_file(folder / file) != entry:
@@ -419,17 +434,6 @@ def _inconsistent(manifest: Manifest, bases: list[str]) -> Iterator[str]:
         yield "belongs to another base"
 
 
-def _listing_problems(folder: Path, manifest: Manifest) -> list[tuple[str, str]]:
-    """Files that are missing, too much, or no plain files: (path, problem)."""
-    found = list_files(folder)
-    expected = {*manifest.files, MANIFEST}
-    return [
-        *((path, "is missing") for path in sorted(expected - set(found))),
-        *((path, "does not belong here") for path in sorted(set(found) - expected)),
-        *((path, "is not a plain file") for path, plain in sorted(found.items()) if not plain),
-    ]
-
-
 def _read_part(folder: Path, manifest: Manifest, part: Part, kind: type[Corrupt]) -> np.ndarray:
     stored = empty_stored(part)
     pieces = [stored] if part.shards == 1 else list(stored)
@@ -440,29 +444,3 @@ def _read_part(folder: Path, manifest: Manifest, part: Part, kind: type[Corrupt]
             where = BASE if manifest.is_base else f"{manifest.name}/{manifest.version}"
             raise kind(where, file, str(error)) from error
     return join(stored, part)
-
-
-def _read_all(folder: Path, manifest: Manifest, where: str) -> dict[str, np.ndarray]:
-    """Reads and checks every file of a variant, several at a time; the arrays by leaf."""
-    for file, problem in _listing_problems(folder, manifest):
-        raise VariantCorrupt(where, file, problem)
-    parts = [part for t in manifest.tensors.values() for part in t.parts.values()]
-    stored = {part.leaf: empty_stored(part) for part in parts}
-    into: dict[str, np.ndarray] = {}
-    for part in parts:
-        pieces = [stored[part.leaf]] if part.shards == 1 else list(stored[part.leaf])
-        into |= dict(zip(part.files(), pieces, strict=True))
-
-    def read(files: list[str]) -> None:
-        for file in files:
-            try:
-                read_checked(folder / file, manifest.files[file], into.get(file))
-            except FileDamaged as error:
-                raise VariantCorrupt(where, file, str(error)) from error
-
-    # Large files dealt out first, so that the readers end together.
-    files = sorted(manifest.files, key=lambda file: -manifest.files[file].size)
-    with ThreadPoolExecutor(_READERS) as pool:
-        for _ in pool.map(read, (files[reader::_READERS] for reader in range(_READERS))):
-            pass
-    return {part.leaf: join(stored[part.leaf], part) for part in parts}

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.packing import packed_size
+from zen_jax import host_memory
 from zen_jax.config import ModelConfig
 from zen_jax.delta.format import Array, WeightDelta
 from zen_jax.delta.widen import HeldShape
@@ -177,14 +178,10 @@ class BankSchema:
             bits = scale = dense = None
             if leaf.levels:
                 lead = (leaf.levels, *spec.shape[:-1])
-                bits = np.zeros((*lead, packed_size(spec.shape[-1])), np.uint8)
-                scale = np.zeros(lead, np.float32)
-                if delta.bits is not None and delta.scale is not None:
-                    bits[:levels], scale[:levels] = delta.bits, delta.scale
+                packed = (*lead, packed_size(spec.shape[-1]))
+                bits, scale = _room(delta.bits, packed, np.uint8), _room(delta.scale, lead)
             if leaf.dense:
-                dense = np.zeros(spec.shape, np.float32)
-                if delta.dense is not None:
-                    dense[...] = delta.dense
+                dense = _room(delta.dense, spec.shape)
             room, tail = self.tail(spec), None
             if room:
                 tail = np.zeros((room, spec.shape[-1]), ml_dtypes.bfloat16)
@@ -194,6 +191,17 @@ class BankSchema:
 
         weights = map_specs(fitted, self.held.config, self.held.fuse_variant(tensors))
         return DeltaBank(weights, np.int32(self.held.base.vocab_size + more))
+
+
+def _room(part: Array | None, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
+    """A part in the shape of a slot: itself, or zeros with its levels in front, if it has any."""
+    if part is not None and part.shape == shape:
+        return np.asarray(part, dtype)
+    whole = host_memory.empty(shape, dtype)
+    whole[...] = 0
+    if part is not None:
+        whole[: part.shape[0]] = part
+    return whole
 
 
 def slot_axes(schema: BankSchema, spec: ParamSpec) -> WeightDelta:

@@ -24,37 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15zen/v1/variants.proto\x12\x06zen.v1\"\xca\x01\n\x07Variant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.zen.v1.VariantState\x12\x11\n\x04slot\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x0e\n\x06leases\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\r\n\x05\x62ytes\x18\t \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\n \x01(\tB\x07\n\x05_slot\"\x15\n\x13ListVariantsRequest\"k\n\x14ListVariantsResponse\x12!\n\x08variants\x18\x01 \x03(\x0b\x32\x0f.zen.v1.Variant\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x13\n\x0brows_active\x18\x04 \x01(\r\"!\n\x11GetVariantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"6\n\x12GetVariantResponse\x12 \n\x07variant\x18\x01 \x01(\x0b\x32\x0f.zen.v1.Variant\"\"\n\x12LoadVariantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x13LoadVariantResponse\x12 \n\x07variant\x18\x01 \x01(\x0b\x32\x0f.zen.v1.Variant\"$\n\x14UnloadVariantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"9\n\x15UnloadVariantResponse\x12 \n\x07variant\x18\x01 \x01(\x0b\x32\x0f.zen.v1.Variant\"1\n\x11PinVariantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\"6\n\x12PinVariantResponse\x12 \n\x07variant\x18\x01 \x01(\x0b\x32\x0f.zen.v1.Variant*\x98\x01\n\x0cVariantState\x12\x1d\n\x19VARIANT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14VARIANT_STATE_ABSENT\x10\x01\x12\x19\n\x15VARIANT_STATE_LOADING\x10\x02\x12\x1a\n\x16VARIANT_STATE_RESIDENT\x10\x03\x12\x18\n\x14VARIANT_STATE_FAILED\x10\x04\x32\xfb\x02\n\x0eVariantService\x12I\n\x0cListVariants\x12\x1b.zen.v1.ListVariantsRequest\x1a\x1c.zen.v1.ListVariantsResponse\x12\x43\n\nGetVariant\x12\x19.zen.v1.GetVariantRequest\x1a\x1a.zen.v1.GetVariantResponse\x12\x46\n\x0bLoadVariant\x12\x1a.zen.v1.LoadVariantRequest\x1a\x1b.zen.v1.LoadVariantResponse\x12L\n\rUnloadVariant\x12\x1c.zen.v1.UnloadVariantRequest\x1a\x1d.zen.v1.UnloadVariantResponse\x12\x43\n\nPinVariant\x12\x19.zen.v1.PinVariantRequest\x1a\x1a.zen.v1.PinVariantResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15zen/v1/variants.proto\x12\x06zen.v1\"\x84\x02\n\x07Variant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.zen.v1.VariantState\x12\x11\n\x04slot\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x0e\n\x06leases\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\r\n\x05\x62ytes\x18\t \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\n \x01(\t\x12\x0c\n\x04kept\x18\x0b \x01(\x08\x12\x16\n\x0erequests_per_s\x18\x0c \x01(\x01\x12\x12\n\nhost_bytes\x18\r \x01(\x04\x42\x07\n\x05_slot\"\x15\n\x13ListVariantsRequest\"\xa3\x01\n\x14ListVariantsResponse\x12!\n\x08variants\x18\x01 \x03(\x0b\x32\x0f.zen.v1.Variant\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x13\n\x0brows_active\x18\x04 \x01(\r\x12\x12\n\nhost_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bhost_budget\x18\x06 \x01(\x04\x12\r\n\x05loads\x18\x07 \x01(\x04\"!\n\x11GetVariantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"6\n\x12GetVariantResponse\x12 \n\x07variant\x18\x01 \x01(\x0b\x32\x0f.zen.v1.Variant\"\"\n\x12LoadVariantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x13LoadVariantResponse\x12 \n\x07variant\x18\x01 \x01(\x0b\x32\x0f.zen.v1.Variant\"$\n\x14UnloadVariantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"9\n\x15UnloadVariantResponse\x12 \n\x07variant\x18\x01 \x01(\x0b\x32\x0f.zen.v1.Variant\"1\n\x11PinVariantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\"6\n\x12PinVariantResponse\x12 \n\x07variant\x18\x01 \x01(\x0b\x32\x0f.zen.v1.Variant*\x98\x01\n\x0cVariantState\x12\x1d\n\x19VARIANT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14VARIANT_STATE_ABSENT\x10\x01\x12\x19\n\x15VARIANT_STATE_LOADING\x10\x02\x12\x1a\n\x16VARIANT_STATE_RESIDENT\x10\x03\x12\x18\n\x14VARIANT_STATE_FAILED\x10\x04\x32\xfb\x02\n\x0eVariantService\x12I\n\x0cListVariants\x12\x1b.zen.v1.ListVariantsRequest\x1a\x1c.zen.v1.ListVariantsResponse\x12\x43\n\nGetVariant\x12\x19.zen.v1.GetVariantRequest\x1a\x1a.zen.v1.GetVariantResponse\x12\x46\n\x0bLoadVariant\x12\x1a.zen.v1.LoadVariantRequest\x1a\x1b.zen.v1.LoadVariantResponse\x12L\n\rUnloadVariant\x12\x1c.zen.v1.UnloadVariantRequest\x1a\x1d.zen.v1.UnloadVariantResponse\x12\x43\n\nPinVariant\x12\x19.zen.v1.PinVariantRequest\x1a\x1a.zen.v1.PinVariantResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'zen.v1.variants_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VARIANTSTATE']._serialized_start=759
-  _globals['_VARIANTSTATE']._serialized_end=911
+  _globals['_VARIANTSTATE']._serialized_start=874
+  _globals['_VARIANTSTATE']._serialized_end=1026
   _globals['_VARIANT']._serialized_start=34
-  _globals['_VARIANT']._serialized_end=236
-  _globals['_LISTVARIANTSREQUEST']._serialized_start=238
-  _globals['_LISTVARIANTSREQUEST']._serialized_end=259
-  _globals['_LISTVARIANTSRESPONSE']._serialized_start=261
-  _globals['_LISTVARIANTSRESPONSE']._serialized_end=368
-  _globals['_GETVARIANTREQUEST']._serialized_start=370
-  _globals['_GETVARIANTREQUEST']._serialized_end=403
-  _globals['_GETVARIANTRESPONSE']._serialized_start=405
-  _globals['_GETVARIANTRESPONSE']._serialized_end=459
-  _globals['_LOADVARIANTREQUEST']._serialized_start=461
-  _globals['_LOADVARIANTREQUEST']._serialized_end=495
-  _globals['_LOADVARIANTRESPONSE']._serialized_start=497
-  _globals['_LOADVARIANTRESPONSE']._serialized_end=552
-  _globals['_UNLOADVARIANTREQUEST']._serialized_start=554
-  _globals['_UNLOADVARIANTREQUEST']._serialized_end=590
-  _globals['_UNLOADVARIANTRESPONSE']._serialized_start=592
-  _globals['_UNLOADVARIANTRESPONSE']._serialized_end=649
-  _globals['_PINVARIANTREQUEST']._serialized_start=651
-  _globals['_PINVARIANTREQUEST']._serialized_end=700
-  _globals['_PINVARIANTRESPONSE']._serialized_start=702
-  _globals['_PINVARIANTRESPONSE']._serialized_end=756
-  _globals['_VARIANTSERVICE']._serialized_start=914
-  _globals['_VARIANTSERVICE']._serialized_end=1293
+  _globals['_VARIANT']._serialized_end=294
+  _globals['_LISTVARIANTSREQUEST']._serialized_start=296
+  _globals['_LISTVARIANTSREQUEST']._serialized_end=317
+  _globals['_LISTVARIANTSRESPONSE']._serialized_start=320
+  _globals['_LISTVARIANTSRESPONSE']._serialized_end=483
+  _globals['_GETVARIANTREQUEST']._serialized_start=485
+  _globals['_GETVARIANTREQUEST']._serialized_end=518
+  _globals['_GETVARIANTRESPONSE']._serialized_start=520
+  _globals['_GETVARIANTRESPONSE']._serialized_end=574
+  _globals['_LOADVARIANTREQUEST']._serialized_start=576
+  _globals['_LOADVARIANTREQUEST']._serialized_end=610
+  _globals['_LOADVARIANTRESPONSE']._serialized_start=612
+  _globals['_LOADVARIANTRESPONSE']._serialized_end=667
+  _globals['_UNLOADVARIANTREQUEST']._serialized_start=669
+  _globals['_UNLOADVARIANTREQUEST']._serialized_end=705
+  _globals['_UNLOADVARIANTRESPONSE']._serialized_start=707
+  _globals['_UNLOADVARIANTRESPONSE']._serialized_end=764
+  _globals['_PINVARIANTREQUEST']._serialized_start=766
+  _globals['_PINVARIANTREQUEST']._serialized_end=815
+  _globals['_PINVARIANTRESPONSE']._serialized_start=817
+  _globals['_PINVARIANTRESPONSE']._serialized_end=871
+  _globals['_VARIANTSERVICE']._serialized_start=1029
+  _globals['_VARIANTSERVICE']._serialized_end=1408
 # @@protoc_insertion_point(module_scope)

@@ -21,7 +21,7 @@ VARIANT_STATE_RESIDENT: VariantState
 VARIANT_STATE_FAILED: VariantState
 
 class Variant(_message.Message):
-    __slots__ = ("name", "version", "digest", "state", "slot", "pinned", "leases", "waiting", "bytes", "failure")
+    __slots__ = ("name", "version", "digest", "state", "slot", "pinned", "leases", "waiting", "bytes", "failure", "kept", "requests_per_s", "host_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,9 @@ class Variant(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: int
     digest: str
@@ -42,23 +45,32 @@ class Variant(_message.Message):
     waiting: int
     bytes: int
     failure: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., state: _Optional[_Union[VariantState, str]] = ..., slot: _Optional[int] = ..., pinned: _Optional[bool] = ..., leases: _Optional[int] = ..., waiting: _Optional[int] = ..., bytes: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+    kept: bool
+    requests_per_s: float
+    host_bytes: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., state: _Optional[_Union[VariantState, str]] = ..., slot: _Optional[int] = ..., pinned: _Optional[bool] = ..., leases: _Optional[int] = ..., waiting: _Optional[int] = ..., bytes: _Optional[int] = ..., failure: _Optional[str] = ..., kept: _Optional[bool] = ..., requests_per_s: _Optional[float] = ..., host_bytes: _Optional[int] = ...) -> None: ...
 
 class ListVariantsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ListVariantsResponse(_message.Message):
-    __slots__ = ("variants", "slots", "rows", "rows_active")
+    __slots__ = ("variants", "slots", "rows", "rows_active", "host_bytes", "host_budget", "loads")
     VARIANTS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ROWS_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
     variants: _containers.RepeatedCompositeFieldContainer[Variant]
     slots: int
     rows: int
     rows_active: int
-    def __init__(self, variants: _Optional[_Iterable[_Union[Variant, _Mapping]]] = ..., slots: _Optional[int] = ..., rows: _Optional[int] = ..., rows_active: _Optional[int] = ...) -> None: ...
+    host_bytes: int
+    host_budget: int
+    loads: int
+    def __init__(self, variants: _Optional[_Iterable[_Union[Variant, _Mapping]]] = ..., slots: _Optional[int] = ..., rows: _Optional[int] = ..., rows_active: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_budget: _Optional[int] = ..., loads: _Optional[int] = ...) -> None: ...
 
 class GetVariantRequest(_message.Message):
     __slots__ = ("name",)

@@ -91,8 +91,9 @@ class VariantServiceServicer:
     def LoadVariant(self, request, context):
         """Loads a variant and returns when it is resident.
 
-        FAILED_PRECONDITION when it cannot be loaded or does not fit, RESOURCE_EXHAUSTED with RetryInfo
-        when every slot is in use, DATA_LOSS when its files are damaged.
+        FAILED_PRECONDITION when it cannot be loaded or does not fit, UNAVAILABLE with RetryInfo when a
+        stage of its load takes too long, RESOURCE_EXHAUSTED with RetryInfo when every slot is in use,
+        DATA_LOSS when its files are damaged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
