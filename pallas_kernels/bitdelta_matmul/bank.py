@@ -25,12 +25,29 @@ class SignBank(NamedTuple):
     scale: jax.Array
 
 
+def check_arrays(name: str, **given: Any) -> None:
+    """What is given are arrays.
+
+    Raises:
+      ValueError: one is something else; names it.
+    """
+    for what, array in given.items():
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise ValueError(f"{name}: {what} is a {type(array).__name__}; expected an array")
+
+
+def on_host(array: Any) -> bool:
+    """Whether an array's values can be looked at without waiting for a device."""
+    return not isinstance(array, jax.Array)
+
+
 def check_rows(name: str, x: jax.Array, w: jax.Array) -> None:
     """Rows fit a weight.
 
     Raises:
       ValueError: x is not float[R, I] or w not float[O, I]; names what it is.
     """
+    check_arrays(name, x=x, w=w)
     if w.ndim != 2 or not jnp.issubdtype(w.dtype, jnp.floating):
         raise ValueError(f"{name}: w is {w.dtype}{list(w.shape)}; expected float [O, I]")
     if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating) or x.shape[1] != w.shape[1]:
@@ -47,6 +64,7 @@ def check_bank(name: str, w: jax.Array, bank: SignBank) -> None:
       ValueError: a dtype or a shape is another; names what it is and what was expected.
     """
     bits, scale = bank
+    check_arrays(name, bits=bits, scale=scale)
     m, levels = bits.shape[:2] if bits.ndim == 4 else (0, 0)
     want = (m, levels, w.shape[0], packed_size(w.shape[1]))
     if bits.dtype != jnp.uint8 or bits.shape != want or not 1 <= levels <= MAX_LEVELS or m < 1:
@@ -66,11 +84,12 @@ def check_slots(name: str, slots: Any, count: int, variants: int) -> jax.Array:
     Raises:
       ValueError: another shape or dtype, or a slot on the host outside -1..M-1.
     """
+    slots = np.asarray(slots) if on_host(slots) else slots
     if slots.shape != (count,) or not jnp.issubdtype(slots.dtype, jnp.integer):
         raise ValueError(
             f"{name}: slots are {slots.dtype}{list(slots.shape)}; expected int32 [{count}]"
         )
-    if isinstance(slots, np.ndarray):
+    if on_host(slots):
         wrong = slots[(slots < -1) | (slots >= variants)]
         if wrong.size:
             raise ValueError(
@@ -78,3 +97,21 @@ def check_slots(name: str, slots: Any, count: int, variants: int) -> jax.Array:
                 f"{variants - 1}"
             )
     return jnp.asarray(slots, jnp.int32)
+
+
+def check_ends(name: str, ends: Any, rows: int) -> jax.Array:
+    """Ends of segments as int32[S]; those that lie on the host are looked at.
+
+    Raises:
+      ValueError: another shape or dtype, or ends on the host that fall or lie outside 0..rows.
+    """
+    ends = np.asarray(ends) if on_host(ends) else ends
+    if ends.ndim != 1 or not jnp.issubdtype(ends.dtype, jnp.integer):
+        raise ValueError(f"{name}: ends are {ends.dtype}{list(ends.shape)}; expected int32 [S]")
+    if on_host(ends) and ends.size:
+        if ends.min() < 0 or ends.max() > rows or np.any(ends[1:] < ends[:-1]):
+            raise ValueError(
+                f"{name}: ends are {ends.tolist()}; expected them rising, within 0..{rows}, the "
+                "rows of x"
+            )
+    return jnp.asarray(ends, jnp.int32)

@@ -179,6 +179,7 @@ void set(Problem& p, ffi::AnyBuffer x, ffi::AnyBuffer w, float* y, ffi::ThreadPo
 
 void compute(const Problem& p, bool reconstruct, bool portable, ffi::ThreadPool& pool) {
   if (!p.rows || !p.outputs) return;
+  if (!p.inputs) return std::fill_n(p.y, p.rows * p.outputs, 0.0f), void();
   if (reconstruct)
     many(p, portable, pool);
   else

@@ -18,7 +18,15 @@ import numpy as np
 
 from pallas_kernels import target
 from pallas_kernels.bitdelta_matmul import cpu, reference
-from pallas_kernels.bitdelta_matmul.bank import SignBank, check_bank, check_rows, check_slots
+from pallas_kernels.bitdelta_matmul.bank import (
+    SignBank,
+    check_arrays,
+    check_bank,
+    check_ends,
+    check_rows,
+    check_slots,
+    on_host,
+)
 
 if TYPE_CHECKING:
     from pallas_kernels.bitdelta_matmul.mosaic import KernelBank
@@ -84,7 +92,7 @@ def bitdelta_matmul(
         not to be had.
     """
     name = "bitdelta_matmul"
-    slot = slot if isinstance(slot, jax.Array) else np.asarray(slot)
+    slot = np.asarray(slot) if on_host(slot) else slot
     made, slots = _checked(name, x, w, bank, slot.reshape(-1), 1)
     slot = slots[0]
     if _on_card(implementation, made):
@@ -117,6 +125,7 @@ def bitdelta_matmul_mixed(
       ValueError: as in `bitdelta_matmul`.
     """
     name = "bitdelta_matmul_mixed"
+    check_rows(name, x, w)
     made, slots = _checked(name, x, w, bank, slots, x.shape[0])
     if _on_card(implementation, made):
         mosaic, words = _kernels(bank, w)
@@ -142,17 +151,19 @@ def bitdelta_matmul_segments(
       w: float[O, I].
       bank: signs and scales.
       slots: int32[S], a segment's variant, as in `bitdelta_matmul_mixed`.
-      ends: int32[S], the row after a segment's last; rising. Rows behind the last are the base's.
+      ends: int32[S], the row after a segment's last; rising, 0..T. Rows behind the last are the
+        base's.
       implementation: who computes it.
 
     Raises:
       ValueError: as in `bitdelta_matmul`.
     """
     name = "bitdelta_matmul_segments"
+    check_rows(name, x, w)
+    ends = check_ends(name, ends, x.shape[0])
     made, slots = _checked(name, x, w, bank, slots, ends.shape[0])
     if _on_card(implementation, made):
         mosaic, words = _kernels(bank, w)
-        ends = jnp.asarray(ends)
         return mosaic.bitdelta_matmul_segments(x, w, words, slots, ends, interpret=_interpreter())
     bank = cast(SignBank, bank)
     if _on_cpu(implementation, x, w, True):
@@ -171,7 +182,7 @@ def bitdelta_embed(
     """Tokens' rows of an embedding, each in its own variant: ids[B, T] -> float32[B, T, D].
 
     Args:
-      ids: int32, 0..V-1.
+      ids: int32, 0..V-1; on the device one outside is not looked at, and any row may come.
       w: float[V, D].
       bank: signs and scales.
       slots: int32[B], as in `bitdelta_matmul_mixed`.
@@ -181,8 +192,14 @@ def bitdelta_embed(
       ValueError: as in `bitdelta_matmul`.
     """
     name = "bitdelta_embed"
+    check_arrays(name, ids=ids, w=w)
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"{name}: ids are {ids.dtype}{list(ids.shape)}; expected int32 [B, T]")
+    if on_host(ids) and ids.size and not 0 <= ids.min() <= ids.max() < w.shape[0]:
+        raise ValueError(
+            f"{name}: ids go from {ids.min()} to {ids.max()}; expected 0..{w.shape[0] - 1}, the "
+            "rows of w"
+        )
     made = _check(name, w, bank)
     slots = check_slots(name, slots, ids.shape[0], bank.scale.shape[0])
     if _on_card(implementation, made):
@@ -208,6 +225,8 @@ def _check(name: str, w: jax.Array, bank: Any) -> bool:
     if isinstance(bank, SignBank):
         check_bank(name, w, bank)
         return False
+    if not hasattr(bank, "scale"):
+        raise ValueError(f"{name}: bank is a {type(bank).__name__}; expected a SignBank")
     if bank.scale.shape[-1] != w.shape[0]:
         raise ValueError(
             f"{name}: scale is {list(bank.scale.shape)}; expected [M, levels, {w.shape[0]}] for w "

@@ -325,6 +325,48 @@ def test_bad_input_is_named() -> None:
         cpu_build.library_path("attention")
 
 
+def test_what_is_no_array_is_named() -> None:
+    w, _, bank = case(4, 8, "float32", 1)
+    x, slots = jnp.zeros((2, 8)), np.zeros(2, np.int32)
+    with pytest.raises(ValueError, match="x is a list; expected an array"):
+        ops.bitdelta_matmul_mixed([[0.0] * 8], w, bank, slots)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="bank is a tuple; expected a SignBank"):
+        ops.bitdelta_matmul(x, w, tuple(bank), 0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="bits is a NoneType"):
+        ops.bitdelta_matmul(x, w, SignBank(None, bank.scale), 0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"x is float32\[\]"):
+        ops.bitdelta_matmul_mixed(jnp.float32(1), w, bank, slots)
+    listed = ops.bitdelta_matmul_mixed(x + 1, w, bank, [0, 1])
+    assert np.array_equal(listed, ops.bitdelta_matmul_mixed(x + 1, w, bank, np.array([0, 1])))
+    for ends, match in (
+        ([2, 1], "rising"),
+        ([1, 3], "within 0..2"),
+        ([1.0, 2.0], "ends are float"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ops.bitdelta_matmul_segments(x, w, bank, slots, ends)
+    with pytest.raises(ValueError, match=r"ids go from 0 to 4; expected 0\.\.3"):
+        ops.bitdelta_embed(np.array([[0], [4]]), w, bank, slots)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(0, 8, 8), (2, 0, 8), (2, 8, 0), (0, 0, 0)])
+def test_empty_products(shape, dtype: str, implementation) -> None:
+    """Sums over nothing are 0, and nothing is as long as it should be."""
+    rows, outputs, size = shape
+    w, x = jnp.zeros((outputs, size), dtype), jnp.ones((rows, size), dtype)
+    bits = jnp.zeros((2, 1, outputs, -(-size // 8)), jnp.uint8)
+    bank, slots = SignBank(bits, jnp.ones((2, 1, outputs))), np.zeros(rows, np.int32)
+    for got in (
+        ops.bitdelta_matmul_mixed(x, w, bank, slots, implementation),
+        ops.bitdelta_matmul(x, w, bank, 1, implementation),
+        ops.base_matmul(x, w, prompt=True, implementation=implementation),
+        ops.base_matmul(x, w, prompt=False, implementation=implementation),
+    ):
+        assert np.array_equal(got, np.zeros((rows, outputs)))
+
+
 def test_a_slot_on_the_device_that_is_none_reads_as_the_base() -> None:
     w, _, bank = case(4, 8, "bfloat16", 1)
     x, slots = rows_of(3, 8), jnp.array([3, -7, -1])
