@@ -98,6 +98,10 @@ class ServeOptions:
         write_timeout_s: how long a client may leave what was sent unread, in seconds.
         products: what activations are rounded to just before a weight, "float32" (not at all) or
             "bfloat16".
+        kv_bytes: of keys and values; None takes what all rows need at their longest.
+        kv_dtype: what keys and values are kept as, see `EngineConfig`; None takes activations'.
+        page_size: positions of a page of the cache, a multiple of 16.
+        prefix_cache: whether prompts that begin alike share pages.
     """
 
     host: str = "127.0.0.1"
@@ -114,9 +118,13 @@ class ServeOptions:
     drain_s: float = 30.0
     write_timeout_s: float = 10.0
     products: str = "float32"
+    kv_bytes: int | None = None
+    kv_dtype: str | None = None
+    page_size: int = 32
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("rows", "slots", "inbox", "devices"):
+        for name in ("rows", "slots", "inbox", "devices", "kv_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
@@ -322,7 +330,11 @@ def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Eng
         max_length=length if options.max_length is None else options.max_length,
         dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
         products=options.products,
+        page_size=options.page_size,
+        kv_dtype=options.kv_dtype,
     )
+    if options.kv_bytes is not None:
+        sizes = sizes.within(config, options.kv_bytes)
     mesh = _mesh(options.devices)
     placement = None if mesh is None else Placement.of(config, mesh)
     params = read_base(store, schema.held, placement, progress)
@@ -352,6 +364,8 @@ def make_worker(
         config,
         tokenizers,
         inbox_limit=options.inbox,
+        share_prefixes=options.prefix_cache,
+        base=store.base().digest,
     )
 
 

@@ -15,6 +15,7 @@ import typer
 
 from server import cache_options as keep
 from server import console
+from server import kv_options as kv
 from server import sampling_options as choice
 
 app = typer.Typer(
@@ -177,12 +178,7 @@ def serve(
         int | None,
         typer.Option(min=1, help="Variants in memory at once; else all, at most 14."),
     ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Tokens of prompt and answer together; else the model's, at most 1024."
-        ),
-    ] = None,
+    max_length: kv.MaxLength = None,
     inbox: Annotated[
         int, typer.Option(min=1, help="Requests that may wait before more are refused.")
     ] = 64,
@@ -200,6 +196,10 @@ def serve(
         Products,
         typer.Option(help="Activations at weights; bfloat16 reads prompts faster on a CPU."),
     ] = Products.float32,
+    kv_bytes: kv.Bytes = None,
+    kv_dtype: kv.Dtype = None,
+    page_size: kv.PageSize = 32,
+    prefix_cache: kv.PrefixCache = True,
 ) -> None:
     """Serve a store over gRPC until SIGTERM or Ctrl-C; what runs then may finish."""
     from server.app import ServeOptions
@@ -219,6 +219,10 @@ def serve(
         devices=devices,
         drain_s=drain,
         products=products.value,
+        kv_bytes=kv_bytes,
+        kv_dtype=None if kv_dtype is None else kv_dtype.value,
+        page_size=page_size,
+        prefix_cache=prefix_cache,
     )
     if not command.run(store, options):
         raise typer.Exit(1)

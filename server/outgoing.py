@@ -81,7 +81,9 @@ def completion(request: Request, finish: Finish) -> pb.Completion:
         matched_stop_token_id=finish.matched_stop,
         matched_stop=finish.matched_text,
         usage=pb.Usage(
-            prompt_tokens=finish.prompt_tokens, completion_tokens=finish.completion_tokens
+            prompt_tokens=finish.prompt_tokens,
+            completion_tokens=finish.completion_tokens,
+            cached_tokens=finish.cached_tokens,
         ),
         seed=request.seed,
         timings=pb.Timings(

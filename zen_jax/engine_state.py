@@ -14,7 +14,8 @@ import numpy as np
 
 from pallas_kernels.paged_attention.pages import BLOCK, DTYPES, Pages
 from zen_jax.chunking import Shape, chunk_shapes
-from zen_jax.kv_cache import own_pages, pages_for
+from zen_jax.config import ModelConfig
+from zen_jax.kv_cache import own_pages, page_bytes, pages_for
 from zen_jax.pages import NO_PAGE
 from zen_jax.sampler import RowSampling, count_tokens, init_seen
 from zen_jax.sampling import SamplingParams
@@ -92,6 +93,25 @@ class EngineConfig:
     def all_pages(self) -> int:
         """N."""
         return self.rows * self.columns if self.pages is None else self.pages
+
+    def within(self, config: ModelConfig, budget: int) -> "EngineConfig":
+        """The same with as many pages as go into so many bytes.
+
+        Args:
+          config: the model.
+          budget: bytes of keys and values in all layers, on all devices together.
+
+        Raises:
+          ValueError: not even one request at its longest goes into them.
+        """
+        one = page_bytes(config, self.page_size, self.held_as)
+        if budget < one * self.columns:
+            raise ValueError(
+                f"{budget} bytes hold the keys and values of {budget // one * self.page_size} "
+                f"tokens; one request of {self.max_length} needs {one * self.columns}: give more, "
+                "or a shorter max_length, or keep them in fewer bits"
+            )
+        return dataclasses.replace(self, pages=budget // one)
 
     def table(self, pages: Mapping[int, Sequence[int]]) -> np.ndarray:
         """Page tables of all rows, int32[B, J]; rows that are not among `pages` have none."""

@@ -405,6 +405,7 @@ class World:
         inbox: int = 8,
         slots: int = 2,
         clock: Callable[[], float] = time.monotonic,
+        share_prefixes: bool = True,
         **engine: Any,
     ) -> None:
         self.fake = fake
@@ -414,7 +415,15 @@ class World:
         self.reads: list[str] = []
         cache = CacheConfig(slots=slots, slot_bytes=4, backoff_s=0.05, patience_s=0.05)
         self.loader = Loader(stages(self._read))
-        self.worker = Worker(self.engine, self.loader, cache, fake.ByteTokenizer, inbox, clock)
+        self.worker = Worker(
+            self.engine,
+            self.loader,
+            cache,
+            fake.ByteTokenizer,
+            inbox,
+            clock,
+            share_prefixes=share_prefixes,
+        )
 
     def _read(self, variant: Variant) -> Any:
         self.reads.append(variant.name)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from server import benchmark_ttft, cli, console, demo
+from server import benchmark_ttft, cli, console, demo, kv_options
 from server.app import ServeOptions, running
 from server.client import ZenClient
 from zen_jax import benchmark
@@ -163,6 +163,10 @@ def unreadable(tmp_path: Path) -> Path:
         ("serve", "{new}"),
         ("serve", "{store}", "--port", "70000"),
         ("serve", "{store}", "--rows", "none"),
+        ("serve", "{store}", "--port", "0", "--kv-bytes", "much"),
+        ("serve", "{store}", "--port", "0", "--kv-bytes", "1KiB"),
+        ("serve", "{store}", "--port", "0", "--page-size", "24"),
+        ("serve", "{store}", "--port", "0", "--kv-dtype", "int4"),
         ("serve", "{store}", "--port", "0", "--max-length", "100000"),
         ("serve", "{store}", "--host", "256.0.0.1", "--port", "0"),
         ("client",),
@@ -368,6 +372,17 @@ def test_what_a_model_wrote_cannot_steer_a_terminal(terminal, monkeypatch, capsy
     assert capsys.readouterr().out == (
         "a\tb\N{REPLACEMENT CHARACTER}[2Jc\n" if terminal else "a\tb\x1b[2Jc\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [("512MiB", 2**29), ("2 GB", 2 * 10**9), ("1.5k", 1500), ("17", 17), ("3tib", 3 * 2**40)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, bytes_: int):
+    assert kv_options.byte_count(text) == bytes_
+    for wrong in ("", "-1", "1 PB", "MiB", "1,5GB", "nan"):
+        with pytest.raises(ValueError, match="is no size; expected one as 512MiB"):
+            kv_options.byte_count(wrong)
 
 
 def test_prompts_are_answered_without_a_server(zen, tiny_store):

@@ -105,7 +105,7 @@ class FakeWorker:
 def finish(
     reason: FinishReason = "length", matched_stop: int | None = None, text: str | None = None
 ) -> Finish:
-    return Finish(reason, matched_stop, 5, 2, Timings(0.1, 0.2, 0.3, 0.6), text)
+    return Finish(reason, matched_stop, 5, 2, Timings(0.1, 0.2, 0.3, 0.6), text, 3)
 
 
 def answer(*texts: str) -> Callable[[Request, OnEvent], None]:

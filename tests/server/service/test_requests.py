@@ -45,7 +45,7 @@ async def test_an_answer_is_streamed_and_ends_with_an_account(served, worker):
     assert [m.HasField("completion") for m in messages] == [False] * (len(messages) - 1) + [True]
     assert messages[-1].completion == pb.Completion(
         finish_reason=pb.FINISH_REASON_LENGTH,
-        usage=pb.Usage(prompt_tokens=5, completion_tokens=2),
+        usage=pb.Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=3),
         seed=7,
         timings=pb.Timings(
             queued_seconds=0.1, load_seconds=0.2, prefill_seconds=0.3, first_token_seconds=0.6
