@@ -291,7 +291,7 @@ def bench_linear(
         list[int] | None, typer.Option(min=1, help="Variants among the rows; again for more.")
     ] = None,
     activations: Annotated[
-        list[str] | None, typer.Option(help="float32 or bfloat16; again for both.")
+        list[str] | None, typer.Option(help="float32 or bfloat16, else both.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timings; the median counts.")] = 15,
     out: Annotated[
@@ -301,7 +301,7 @@ def bench_linear(
     """The fused product against the base's, against one call a variant, against unpacking."""
     from server.commands import bench as command
 
-    shapes, dtypes = shape or ["4096x4096"], activations or ["float32"]
+    shapes, dtypes = shape or ["4096x4096"], activations or ["float32", "bfloat16"]
     command.linear(rows or [1, 4, 16], shapes, variants or [1, 14], dtypes, repeats, out)
 
 

@@ -15,7 +15,7 @@ from zen_jax.benchmark import bench_linear
 def figures(monkeypatch: pytest.MonkeyPatch) -> dict:
     monkeypatch.setattr(benchmark, "_WORKING_SET", 1 << 16)
     monkeypatch.setattr(benchmark, "_PROGRAM", 1 << 14)
-    return bench_linear([(48, 32)], [1, 4], [1, 4], repeats=2)
+    return bench_linear([(48, 32)], [1, 4], [1, 4], repeats=2, activations=["float32"])
 
 
 def test_every_case_has_its_ratios_and_its_bound(figures: dict) -> None:
@@ -25,6 +25,8 @@ def test_every_case_has_its_ratios_and_its_bound(figures: dict) -> None:
         assert (case["d_out"], case["d_in"], case["impl"]) == (48, 32, "cpu")
         assert all(v is None or not isinstance(v, float) or v > 0 for v in case.values())
         assert case["fused_over_base"] == case["fused_ms"] / case["base_ms"]
+        assert case["fused_over_unrounded"] == case["fused_ms"] / case["unrounded_base_ms"]
+        assert case["unrounded_base_ms"] >= case["base_ms"]
         assert case["speedup_over_naive"] == case["naive_ms"] / case["fused_ms"]
         read = 48 * 32 * 2 + case["variants"] * (48 * 4 + 48 * 4)
         assert case["gb_per_s"] == pytest.approx(read / case["fused_ms"] / 1e6)
@@ -36,6 +38,20 @@ def test_every_case_has_its_ratios_and_its_bound(figures: dict) -> None:
     assert four["unpack_matmul_ms"] is None and four["speedup_over_unpack"] is None
     assert one["base_impl"] in ("ours", "XLA bfloat16", "XLA float32")
     assert set(figures["versions"]) == {"zen-jax", "jax", "jaxlib"}
+
+
+def test_rows_of_both_types_are_measured_and_a_rounding_base_is_told_apart(monkeypatch) -> None:
+    times = {"XLA bfloat16": 1.0, "XLA float32": 3.0, "ours": 2.0, "fused": 4.0, "naive": 4.0}
+    monkeypatch.setattr(benchmark, "_WORKING_SET", 1 << 12)
+    monkeypatch.setattr(benchmark, "_PROGRAM", 1 << 12)
+    monkeypatch.setattr(
+        benchmark, "_medians", lambda ways, repeats: [*times.values(), 5.0][: len(ways)]
+    )
+    wide, narrow = bench_linear([(24, 40)], [2], [1], repeats=1)["cases"]
+    assert (wide["activations"], narrow["activations"]) == ("float32", "bfloat16")
+    assert (wide["fused_over_base"], wide["fused_over_unrounded"]) == (4.0, 2.0)
+    assert (narrow["fused_over_base"], narrow["fused_over_unrounded"]) == (4.0, 4.0)
+    assert wide["base_impl"] == narrow["base_impl"] == "XLA bfloat16"
 
 
 @pytest.mark.parametrize(
