@@ -258,8 +258,8 @@ def _measure(data: _Data, repeats: int, bandwidth: float) -> LinearCase:
     each = len(data.weights[0])
     times = dict(zip(ways, (t / each for t in _medians(timed, repeats)), strict=True))
     unrounded = [n for n in bases if data.x.dtype == jnp.bfloat16 or n != "XLA bfloat16"]
-    fastest = [min(names, key=lambda name: times[name]) for names in (bases, unrounded)]
-    return _case(data, times, *fastest, bandwidth)
+    base, exact = (min(names, key=lambda name: times[name]) for names in (bases, unrounded))
+    return _case(data, times, base, exact, bandwidth)
 
 
 def _run(program: Callable[..., jax.Array], data: _Data, weights: Any, turn: int) -> jax.Array:

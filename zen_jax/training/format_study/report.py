@@ -181,8 +181,8 @@ def served_table(studies: Mapping[str, Mapping[str, Study]]) -> str:
 
 
 def lookup_table(studies: Mapping[str, Mapping[str, Study]]) -> str:
-    """The share of rows that needed more than one look-up table, float32 activations, by the kind
-    of the weight that they are multiplied with."""
+    """The share of words of 32 inputs that had a coarse look-up table as well, float32
+    activations, by the kind of the weight that they are multiplied with."""
     rows = {kind: [title] for kind, title in _KINDS.items()}
     for variants in studies.values():
         for kind, row in rows.items():

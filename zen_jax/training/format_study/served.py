@@ -68,31 +68,31 @@ OWN = {"products": "own-products", "bfloat16": "own-bfloat16"}
 # Rows of each fine-tune in a batch.
 ROWS = 16
 
-# As in pallas_kernels/bitdelta_matmul/cpu_tables.h.
-MOST_TABLES = 3
-_ERROR, _FINER, _LARGEST = 0.015, 254.0, 127.0
+# As in pallas_kernels/bitdelta_matmul/cpu_tables.h: the error allowed, steps of a fine table in one
+# of a coarse one, and inputs of a word.
+_ERROR, _COARSE, _WORD = 0.015, 126.0, 32
 
 
-def tables_needed(x: jax.Array) -> jax.Array:
-    """How many 8-bit tables the CPU kernel makes of each row over a bfloat16 base: `measure` in
-    pallas_kernels/bitdelta_matmul/cpu_tables.h.
+def table_words(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of which words of 32 inputs the CPU kernel makes a coarse table as well, over a bfloat16
+    base: `choose` in pallas_kernels/bitdelta_matmul/cpu_tables.h.
 
     Args:
       x: float[B, I], finite.
 
     Returns:
-      int32[B], 1 to 3.
+      bool[B, ceil(I / 32)]; and float32[B], the step of the fine tables.
     """
     size = x.shape[1]
-    wide = jnp.pad(jnp.abs(x.astype(jnp.float32)), ((0, 0), (0, -size % 4)))
-    most = jnp.max(jnp.sum(wide.reshape(x.shape[0], -1, 4), axis=2), axis=1)
-    squares = jnp.maximum(jnp.sum(jnp.square(wide), axis=1), 1e-38)
-    error = jnp.sqrt((size // 4 + 1) / (12 * squares)) * most / _LARGEST
-    count = jnp.ones(x.shape[0], jnp.int32)
-    for _ in range(1, MOST_TABLES):
-        count += error > _ERROR
-        error /= _FINER
-    return jnp.where(most < 1e-30, 1, count)
+    wide = jnp.pad(jnp.abs(x.astype(jnp.float32)), ((0, 0), (0, -size % _WORD)))
+    eights = jnp.sum(wide.reshape(x.shape[0], -1, _WORD // 8, 8), axis=3)
+    most = jnp.max(eights, axis=(1, 2))
+    squares = jnp.sum(jnp.square(wide), axis=1)
+    reach = _COARSE * _ERROR * jnp.sqrt(12 * squares / (size // 4 + 1))
+    within = jnp.max(jnp.where(eights <= reach[:, None, None], eights, 0.0), axis=(1, 2))
+    fine = jnp.where(most <= reach, most, jnp.maximum(within, most / _COARSE))
+    listed = (jnp.max(eights, axis=2) > fine[:, None]) & (most >= 1e-30)[:, None]
+    return listed, fine / _COARSE
 
 
 class _Watched:
@@ -127,7 +127,8 @@ def decoder(config: ModelConfig, arithmetic: Arithmetic) -> Callable[..., tuple[
     Returns:
       Jitted (params, deltas in a bank or None, slots int32[B], tokens int32[B, T + 1], lengths
       int32[B]) -> log-probabilities float32[B, T, V] of the next token, and for each of `KINDS`
-      int32[B, 3], how often 1, 2 and 3 tables were needed at positions below a row's length.
+      int32[B, 2], how many words of 32 inputs had one table and two, at positions below a row's
+      length.
     """
     dtype, products = jnp.dtype(arithmetic.dtype), arithmetic.products
     merge = make_merge(config, None, products)
@@ -142,11 +143,12 @@ def decoder(config: ModelConfig, arithmetic: Arithmetic) -> Callable[..., tuple[
         own = InPages(own_pages(rows, 1))
 
         def step(cache: list[Pages], at: jax.Array) -> tuple[list[Pages], Any]:
-            counts = {kind: jnp.zeros((rows, MOST_TABLES), jnp.int32) for kind in KINDS}
+            counts = {kind: jnp.zeros((rows, 2), jnp.int32) for kind in KINDS}
 
             def see(kind: str, x: jax.Array) -> None:
                 met = x[:, 0] if products is None else x[:, 0].astype(products)
-                found = jax.nn.one_hot(tables_needed(met) - 1, MOST_TABLES, dtype=jnp.int32)
+                listed, _ = table_words(met)
+                found = jnp.stack([jnp.sum(~listed, axis=1), jnp.sum(listed, axis=1)], axis=1)
                 counts[kind] += jnp.where(at < lengths[:, None], found, 0)
 
             model = merge(bound)
@@ -206,11 +208,11 @@ def decode_all(
 
     Returns:
       For each sheet: log-probabilities float32[batch, T, V] of each batch; and for each of
-      `KINDS` how many rows needed 1, 2 and 3 tables.
+      `KINDS` how many words of 32 inputs had one table and two.
     """
     n, params = len(sheets), jax.device_put(params)
     found: list[list[np.ndarray]] = [[] for _ in sheets]
-    tables = np.zeros((n, len(KINDS), MOST_TABLES), int)
+    tables = np.zeros((n, len(KINDS), 2), int)
     for tokens, lengths in mixed(sheets):
         slots = np.arange(len(tokens), dtype=np.int32) % n
         predicted, counts = decoder(config, arithmetic)(params, bank, slots, tokens, lengths)
@@ -229,8 +231,8 @@ def measure_group(subjects: Sequence[Subject], rows: int) -> list[dict[str, Any]
 
     Returns:
       For each subject: "rows" and "tokens" that were examined; marks of "whole" float32 weights;
-      of each of `ARITHMETICS`, with the "tables" that were needed; and by the names of `OWN` those
-      of the fine-tune's own bfloat16 weights.
+      of each of `ARITHMETICS`, with how many words had one and two "tables"; and by the names of
+      `OWN` those of the fine-tune's own bfloat16 weights.
 
     Raises:
       ValueError: the subjects' bases differ.
