@@ -6,8 +6,9 @@ activations, see cpu_tables.h: for few rows of any variants), True makes the eff
 float32 a tile at a time (for many rows). In either form the order of a row's sums depends on
 nothing but the input size, so that a row's result has the same bits in any batch.
 
-Rows in bfloat16 of the first form are multiplied in bfloat16 with float32 sums where the
-processor can (VDPBF16PS), and in float32 elsewhere.
+Rows in bfloat16 over a bfloat16 weight are multiplied in bfloat16 with float32 sums where the
+processor can (VDPBF16PS), and in float32 elsewhere. In the second form the effective weight is then
+rounded where that leaves the delta, and elsewhere the signs are looked up; see cpu_prompt.h.
 """
 
 import functools
