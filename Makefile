@@ -10,7 +10,7 @@ JOBS  ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check pytest soak format protos lock family family-full models format-study \
-        format-study-smollm2 gpu-check kernels peers clean
+        format-study-smollm2 gpu-check gpu-check-engine kernels peers clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ soak: $(STAMP) $(AOT_STAMP)  ## Run the same tests at larger counts (tens of min
 
 gpu-check:  ## Check and time the kernels on a Hopper card, by a python3 whose jax finds it; without a card, skipped
 	python3 tools/gpu_check.py --out docs/gpu-check.json
+
+gpu-check-engine:  ## Time the engine on a Hopper card with a random 8B base and 14 variants; else skipped
+	python3 tools/gpu_check_engine.py --out docs/gpu-check-engine.json
 
 kernels: $(AOT_STAMP)  ## Compile every kernel for an H100 and write docs/kernels.md
 	JAX_PLATFORMS=cpu PYTHONPATH=. $(AOT)/bin/python -m pallas_kernels.aot.table docs/kernels.md

@@ -6,6 +6,8 @@ is a step after another, each with the tokens of the one before, as in serving.
 
 import dataclasses
 import functools
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.packing import packed_size
 from zen_jax.benchmark import Progress, device_and_versions
 from zen_jax.checkpoint.load import read_base
 from zen_jax.checkpoint.store import Store
@@ -23,7 +26,7 @@ from zen_jax.config import ModelConfig
 from zen_jax.delta.bank import BankSchema, DeltaBank
 from zen_jax.delta.format import WeightDelta
 from zen_jax.engine import BASE_SLOT, DecodeState, Engine, EngineConfig
-from zen_jax.layout import Params, ParamSpec, map_specs
+from zen_jax.layout import EMBED, Params, ParamSpec, map_specs
 
 # Shapes to measure without weights: speed does not depend on what they hold.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -45,6 +48,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
+}
+SHAPES["8b"] = SHAPES["1b"] | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "tie_word_embeddings": False,
 }
 _COMMON = {
     "architectures": ["LlamaForCausalLM"],
@@ -124,26 +133,31 @@ def bench_decode(
     wanted = [(b, v) for b in batches for v in variants if b % v == 0]
     if not wanted:
         raise ValueError("nothing to measure: no batch is a multiple of a number of variants")
-    make = functools.partial(_Bench, *_model(model, max(variants)), context, repeats, products)
-    cases = []
+    params, schema = _model(model, max(variants))
+    make = functools.partial(_Bench, params, schema, context, repeats, products)
+    cases, bank = [], None
     for done, (batch, count) in enumerate(wanted):
         if progress is not None:
             progress(f"{batch} rows, {count} variants", done, len(wanted))
-        cases.append(_measure(make(batch), make(batch // count), count))
+        whole = make(batch, bank)
+        bank = whole.bank  # of the same shapes whatever the rows
+        cases.append(_measure(whole, make(batch // count, bank), count))
     about = {"model": model, "products": products} | device_and_versions()
     return {"cases": [dataclasses.asdict(case) for case in cases]} | about
 
 
-def _model(model: str, slots: int) -> tuple[Params, BankSchema, DeltaBank]:
-    """The base's arrays, the bank's shapes and a bank of random deltas."""
-    rng = np.random.default_rng(0)
+def _model(model: str, slots: int) -> tuple[Params, BankSchema]:
+    """The base's arrays and the shapes of a bank."""
     if model in SHAPES:
         config = ModelConfig.from_hf(SHAPES[model] | _COMMON)
         schema = BankSchema.covering(config, slots)
 
+        # Made where they stay: 8 billion of them would take minutes to bring to a card.
+        keys = (jax.random.key(i) for i in itertools.count())
+
         def weight(spec: ParamSpec) -> jax.Array:
-            noise = rng.standard_normal(spec.shape, np.float32) * 0.02
-            return jnp.asarray(noise if spec.init_std else noise + 1.0, jnp.bfloat16)
+            noise = jax.random.normal(next(keys), spec.shape, jnp.bfloat16) * 0.02
+            return noise if spec.init_std else noise + 1
 
         params = map_specs(weight, config)
     elif Path(model).is_dir():
@@ -153,21 +167,70 @@ def _model(model: str, slots: int) -> tuple[Params, BankSchema, DeltaBank]:
     else:
         names = ", ".join(SHAPES)
         raise ValueError(f"model is {model!r}; expected {names} or the folder of a store")
+    return params, schema
 
-    return params, schema, random_bank(schema)
+
+def model_bytes(model: str) -> tuple[int, int]:
+    """Bytes of a model of `SHAPES` that a decode step reads: of the base's weights in bfloat16, and
+    of one variant's signs and scales.
+
+    An embedding that is no head as well is not read but for a row.
+    """
+    schema = BankSchema.covering(ModelConfig.from_hf(SHAPES[model] | _COMMON), 1)
+    base = delta = 0
+
+    def add(spec: ParamSpec) -> None:
+        nonlocal base, delta
+        if spec.kind == "vector" or (spec.sources[0] == EMBED and not config.tie_word_embeddings):
+            return
+        outputs = math.prod(spec.shape[:-1])
+        base += 2 * outputs * spec.shape[-1]
+        delta += outputs * (packed_size(spec.shape[-1]) + 4)
+
+    config = schema.held.config
+    map_specs(add, config)
+    return base, delta
 
 
-def random_bank(schema: BankSchema) -> DeltaBank:
+def random_engine(model: str, slots: int, rows: int, length: int) -> tuple[Engine, DeltaBank]:
+    """An engine of random weights, or of a store's, with a bank of random deltas.
+
+    Args:
+      model: as `bench_decode` takes it.
+      slots: M.
+      rows, length: as in `EngineConfig`.
+
+    Raises:
+      ValueError: an unknown model, or a length beyond it.
+    """
+    params, schema = _model(model, slots)
+    engine = Engine(params, EngineConfig(rows, length, dtype=_dtype()), schema)
+    return engine, random_bank(engine)
+
+
+def _dtype() -> str:
+    """Of activations on this machine."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def random_bank(engine: Engine) -> DeltaBank:
     """A bank whose every slot has random signs and one small scale: variants to measure with."""
-    rng = np.random.default_rng(1)
+    keys = (jax.random.key(i) for i in itertools.count(1))
+
+    def signs(bits: jax.Array) -> jax.Array:
+        return jax.random.bits(next(keys), bits.shape, bits.dtype)
 
     def random(delta: WeightDelta) -> WeightDelta:
+        if delta.kernel is not None:
+            words, scale = signs(delta.kernel.words), jnp.full_like(delta.kernel.scale, _SCALE)
+            kernel = delta.kernel._replace(words=words, scale=scale)
+            return dataclasses.replace(delta, kernel=kernel)
         if delta.bits is None or delta.scale is None:
             return delta
-        bits = jnp.asarray(rng.integers(0, 256, delta.bits.shape, np.uint8))
-        return dataclasses.replace(delta, bits=bits, scale=jnp.full_like(delta.scale, _SCALE))
+        scale = jnp.full_like(delta.scale, _SCALE)
+        return dataclasses.replace(delta, bits=signs(delta.bits), scale=scale)
 
-    empty = schema.empty()
+    empty = engine.init_bank()
     deltas = jax.tree.map(random, empty.weights, is_leaf=lambda n: isinstance(n, WeightDelta))
     return DeltaBank(deltas, empty.vocab)
 
@@ -179,17 +242,18 @@ class _Bench:
         self,
         params: Params,
         schema: BankSchema,
-        bank: DeltaBank,
         context: int,
         repeats: int,
         products: str,
         batch: int,
+        bank: DeltaBank | None = None,
     ) -> None:
         # Two states take turns; each makes a step untimed before every timed one.
         length = context + 2 * repeats + 8
-        sizes = EngineConfig(batch, length, products=products)
+        sizes = EngineConfig(batch, length, products=products, dtype=_dtype())
         self.engine = Engine(params, sizes, schema)
-        self.bank, self.batch, self.context, self.repeats = bank, batch, context, repeats
+        self.bank = random_bank(self.engine) if bank is None else bank
+        self.batch, self.context, self.repeats = batch, context, repeats
 
     def state(self, slots: np.ndarray) -> DecodeState:
         """Rows of these slots in the middle of a request."""

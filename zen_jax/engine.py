@@ -21,8 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zen_jax.chunking import Shape, shape_for
 from zen_jax.config import ModelConfig
 from zen_jax.delta.apply import bind
-from zen_jax.delta.bank import BankSchema, DeltaBank, slot_axes, write_slot
+from zen_jax.delta.bank import BankSchema, DeltaBank, write_slot
 from zen_jax.delta.format import WeightDelta
+from zen_jax.delta.resident import ResidentBank
 from zen_jax.engine_state import (
     BASE_SLOT,
     Chunk,
@@ -50,7 +51,7 @@ from zen_jax.sharding import Placement
 # An array on host or device, or where one lies.
 Array = Any
 
-_WRITE, _DECODE = "write_slot", "decode"
+_WRITE, _DECODE, _ORDER = "write_slot", "decode", "kernel_order"
 
 
 def place_params(config: ModelConfig, params: Params, placement: Placement | None = None) -> Params:
@@ -107,6 +108,7 @@ class Engine:
         self._dtype = jnp.dtype(sizes.dtype)
         products = None if sizes.products == "float32" else jnp.bfloat16
         self._merge = make_merge(config, self.placement, products)
+        self._resident = ResidentBank.of(schema, params, mesh, sizes.signs)
         self.programs = Programs()
         self._add_programs()
 
@@ -132,7 +134,7 @@ class Engine:
 
     def init_bank(self) -> DeltaBank:
         """A bank in which every slot reads as the base."""
-        return self.schema.empty(self.placement)
+        return self._resident.empty()
 
     def stage(self, tensors: Mapping[str, WeightDelta]) -> DeltaBank:
         """Brings a variant's deltas into the bank's shapes and onto the device; from any thread.
@@ -145,7 +147,10 @@ class Engine:
           ValueError: the tensors are not this model's.
         """
         fitted = self.schema.fit(tensors)
-        return jax.block_until_ready(jax.device_put(fitted, self._bank_shardings(stacked=False)))
+        put = jax.device_put(fitted, self._resident.packed_shardings(stacked=False))
+        if self._resident.ordered:
+            put = self.programs(_ORDER, self._params, put)
+        return jax.block_until_ready(put)
 
     def write_slot(self, bank: DeltaBank, slot: int, staged: DeltaBank) -> DeltaBank:
         """The bank with one slot replaced; `bank` is donated.
@@ -296,7 +301,9 @@ class Engine:
     def _add_programs(self) -> None:
         """Says which programs there are; each gets shapes, not arrays, to be compiled from."""
         state, rest = self._state_shardings(), self._replicated()
-        bank = self._bank_shardings(stacked=True)
+        resident = self._resident
+        bank = resident.shardings(stacked=True)
+        slot = resident.shardings(stacked=False)
 
         def like(tree: Any, where: Any = None) -> Any:
             shardings = where or jax.tree.map(lambda _: rest, tree)
@@ -310,15 +317,21 @@ class Engine:
             params = like(self._params, None if rest is None else own)
             return (
                 params,
-                like(jax.eval_shape(self.schema.empty), bank),
+                like(resident.shapes(), bank),
                 like(jax.eval_shape(self._empty_state), state),
             )
 
         def written() -> tuple[Any, ...]:
-            _, stacked, _ = device()
-            slot = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-            return stacked, like(np.int32(0)), like(slot, self._bank_shardings(stacked=False))
+            stacked, one = device()[1], resident.slot_shapes(packed=False)
+            return stacked, like(np.int32(0)), like(one, slot)
 
+        def packed() -> tuple[Any, ...]:
+            one = resident.slot_shapes(packed=True)
+            return device()[0], like(one, resident.packed_shardings(stacked=False))
+
+        if resident.ordered:
+            order: Any = jax.jit(resident.order, out_shardings=slot)
+            self.programs.add(_ORDER, "order signs", order, packed)
         # Partial functions, since equal functions would share their compiled programs, and counts.
         write: Any = jax.jit(functools.partial(write_slot), donate_argnums=0, out_shardings=bank)
         self.programs.add(_WRITE, "write a slot", write, written)
@@ -464,22 +477,6 @@ class Engine:
         kv, rest = self.placement.sharding(KV_AXES), self._replicated()
         others = jax.tree.map(lambda _: rest, jax.eval_shape(self._empty_state))
         return dataclasses.replace(others, cache=jax.tree.map(lambda _: kv, others.cache))
-
-    def _bank_shardings(self, *, stacked: bool) -> DeltaBank | None:
-        """Where the parts of a slot lie, or of the bank when stacked."""
-        place = self.placement
-        if place is None:
-            return None
-        lead = (None,) if stacked else ()
-
-        def parts(spec: ParamSpec) -> WeightDelta:
-            return jax.tree.map(
-                lambda axes: place.sharding((*lead, *axes)),
-                slot_axes(self.schema, spec),
-                is_leaf=lambda node: isinstance(node, tuple),
-            )
-
-        return DeltaBank(map_specs(parts, self.config), place.sharding(lead))
 
 
 def fuse_empty(config: ModelConfig) -> dict[str, WeightDelta]:

@@ -45,6 +45,8 @@ class EngineConfig:
       pages: N; None has as many as all rows need at their longest.
       kv_dtype: of keys and values, one of `pallas_kernels.paged_attention.pages.DTYPES`; None takes
         `dtype`.
+      signs: the order in which the bank holds them, "packed" as in the store or "hopper" as the
+        kernels for those cards read them; "auto" takes the second on such a card.
     """
 
     rows: int = 16
@@ -56,6 +58,7 @@ class EngineConfig:
     page_size: int = 32
     pages: int | None = None
     kv_dtype: str | None = None
+    signs: str = "auto"
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("max_length", 2), ("chunk_tokens", 2), ("max_steps", 1)):
@@ -66,6 +69,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in ("float32", "bfloat16"):
                 raise ValueError(f"{name} is {value!r}; expected 'float32' or 'bfloat16'")
+        if self.signs not in ("auto", "packed", "hopper"):
+            raise ValueError(f"signs is {self.signs!r}; expected 'auto', 'packed' or 'hopper'")
         if self.held_as not in DTYPES:
             raise ValueError(f"kv_dtype is {self.kv_dtype!r}; expected one of {', '.join(DTYPES)}")
         if self.page_size < 1 or (self.page_size % BLOCK and self.columns > 1):

@@ -91,12 +91,10 @@ def _local(x: jax.Array, base: jax.Array, bank: WeightDelta, slots: jax.Array | 
     w = base.reshape(outputs, size)
     batch, tokens = x.shape[:2]
     rows, prompt = x.reshape(batch * tokens, size), tokens > 1
-    if bank.bits is None or bank.scale is None or slots is None:
+    signs = _signs(bank, outputs)
+    if signs is None or slots is None:
         y = ops.base_matmul(rows, w, prompt=prompt)
     else:
-        m, levels = bank.bits.shape[:2]
-        bits = bank.bits.reshape(m, levels, outputs, -1)
-        signs = ops.SignBank(bits, bank.scale.reshape(m, levels, outputs))
         if not prompt:
             y = ops.bitdelta_matmul_mixed(rows, w, signs, slots)
         elif batch == 1:
@@ -108,6 +106,17 @@ def _local(x: jax.Array, base: jax.Array, bank: WeightDelta, slots: jax.Array | 
     if bank.dense is not None and slots is not None:
         y += _dense_rows(x, bank.dense.reshape(-1, outputs, size), slots)
     return y.reshape(*x.shape[:-1], *out)
+
+
+def _signs(bank: WeightDelta, outputs: int) -> ops.SignBank | ops.KernelBank | None:
+    """A bank's signs and scales as the products take them; None when it has none."""
+    if bank.kernel is not None:
+        return bank.kernel
+    if bank.bits is None or bank.scale is None:
+        return None
+    m, levels = bank.bits.shape[:2]
+    bits = bank.bits.reshape(m, levels, outputs, -1)
+    return ops.SignBank(bits, bank.scale.reshape(m, levels, outputs))
 
 
 def _dense_rows(x: jax.Array, dense: jax.Array, slots: jax.Array) -> jax.Array:
@@ -141,12 +150,7 @@ def _sharded(
     """`linear` inside shard_map; x is replicated, or sharded along I as the weight is."""
     mesh_axes = placement.spec(axes)
     over = mesh_axes[-1]
-    packed = PartitionSpec(None, None, *mesh_axes)
-    specs = WeightDelta(
-        bits=None if bank.bits is None else packed,
-        scale=None if bank.scale is None else PartitionSpec(None, None, *mesh_axes[:-1]),
-        dense=None if bank.dense is None else PartitionSpec(None, *mesh_axes),
-    )
+    specs = bank_specs(bank, mesh_axes)
 
     def shard(x: Any, base: Any, bank: WeightDelta, slots: Any) -> jax.Array:
         y = _local(x, base, bank, slots)
@@ -159,6 +163,30 @@ def _sharded(
         out_specs=PartitionSpec(None, None, *mesh_axes[:-1]),
         check_vma=False,
     )(x, base, bank, slots)
+
+
+def bank_specs(bank: WeightDelta, axes: PartitionSpec) -> WeightDelta:
+    """How a bank's leaf is sharded where its weight is, without a tail; for shard_map.
+
+    Args:
+      bank: each part with M in front; what it lacks has no partition either.
+      axes: the mesh axis of each dimension of the weight.
+
+    Signs in the kernels' order are each shard's own: the whole is the shards one after the other.
+    """
+    outputs = [axis for axis in axes[:-1] if axis is not None]
+    over = outputs[0] if outputs else None
+    ordered: Any = ops.KernelBank(
+        PartitionSpec(None, None, over, axes[-1], None),  # pyright: ignore[reportArgumentType]
+        PartitionSpec(None, None, over),  # pyright: ignore[reportArgumentType]
+        PartitionSpec(),  # pyright: ignore[reportArgumentType]
+    )
+    return WeightDelta(
+        bits=None if bank.bits is None else PartitionSpec(None, None, *axes),
+        scale=None if bank.scale is None else PartitionSpec(None, None, *axes[:-1]),
+        dense=None if bank.dense is None else PartitionSpec(None, *axes),
+        kernel=None if bank.kernel is None else ordered,
+    )
 
 
 def embed(
@@ -216,11 +244,7 @@ def _embed_sharded(
         y = _embed_local(jnp.where(here, local, 0), base, bank, slots)
         return jax.lax.psum(jnp.where(here[..., None], y, 0.0), over)
 
-    specs = WeightDelta(
-        bits=None if bank.bits is None else PartitionSpec(None, None, over, None),
-        scale=None if bank.scale is None else PartitionSpec(None, None, over),
-        dense=None if bank.dense is None else PartitionSpec(None, over, None),
-    )
+    specs = bank_specs(bank, PartitionSpec(over, None))
     return jax.shard_map(
         shard,
         mesh=placement.mesh,
@@ -234,10 +258,11 @@ def _embed_local(
     ids: jax.Array, base: jax.Array, bank: WeightDelta, slots: jax.Array | None
 ) -> jax.Array:
     """`embed` on one device, or on one shard -> float32[B, T, D]."""
-    if bank.bits is None or bank.scale is None or slots is None:
+    signs = _signs(bank, base.shape[0])
+    if signs is None or slots is None:
         y = base[ids].astype(jnp.float32)
     else:
-        y = ops.bitdelta_embed(ids, base, ops.SignBank(bank.bits, bank.scale), slots)
+        y = ops.bitdelta_embed(ids, base, signs, slots)
     if bank.dense is not None and slots is not None:
         valid = (slots >= 0) & (slots < bank.dense.shape[0])
         index = jnp.where(valid, slots, 0)

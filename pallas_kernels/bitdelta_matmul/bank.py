@@ -25,6 +25,20 @@ class SignBank(NamedTuple):
     scale: jax.Array
 
 
+class KernelBank(NamedTuple):
+    """The same in the order of the Hopper kernels, as `mosaic.to_kernel_order` makes it at load.
+
+    Attributes:
+      words: uint32[M, levels, H, W, 256], the signs in blocks of 64 outputs by 128 inputs.
+      scale: float32[M, levels, O].
+      reconstruct: bool[M], whether W + alpha S may be rounded to bfloat16.
+    """
+
+    words: jax.Array
+    scale: jax.Array
+    reconstruct: jax.Array
+
+
 def check_arrays(name: str, **given: Any) -> None:
     """What is given are arrays.
 

@@ -6,13 +6,14 @@ sit inside `shard_map`, with the bank sharded like its weight: `to_kernel_order`
 that each shard is padded by itself.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bitdelta_matmul import mosaic_layout as layout
 from pallas_kernels.bitdelta_matmul import mosaic_plan, mosaic_rows, mosaic_tiles
+from pallas_kernels.bitdelta_matmul.bank import KernelBank
 from pallas_kernels.bitdelta_matmul.mosaic_plan import MOST_ROWS, Plan
 from pallas_kernels.bitdelta_matmul.mosaic_rows import pad_weight
 
@@ -22,19 +23,6 @@ __all__ = ["KernelBank", "Plan", "from_kernel_order", "pad_weight", "to_kernel_o
 SPACINGS = 4
 # Rows of a tile when several prompts share a call: what is lost at their ends is half a tile each.
 SEGMENT_ROWS = 128
-
-
-class KernelBank(NamedTuple):
-    """A weight's resident variants as the kernels read them.
-
-    words: uint32[M, levels, H, W, 256], the signs.
-    scale: float32[M, levels, O].
-    reconstruct: bool[M], whether W + alpha S may be rounded to bfloat16.
-    """
-
-    words: jax.Array
-    scale: jax.Array
-    reconstruct: jax.Array
 
 
 def to_kernel_order(bits: jax.Array, scale: jax.Array, w: jax.Array) -> KernelBank:

@@ -10,7 +10,7 @@ it where the bank is in their order; it is decided when a program is traced.
 and whatever their variants, so that a request's numbers do not depend on its company.
 """
 
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import numpy as np
 from pallas_kernels import target
 from pallas_kernels.bitdelta_matmul import cpu, reference
 from pallas_kernels.bitdelta_matmul.bank import (
+    KernelBank,
     SignBank,
     check_arrays,
     check_bank,
@@ -28,11 +29,9 @@ from pallas_kernels.bitdelta_matmul.bank import (
     on_host,
 )
 
-if TYPE_CHECKING:
-    from pallas_kernels.bitdelta_matmul.mosaic import KernelBank
-
 __all__ = [
     "Implementation",
+    "KernelBank",
     "SignBank",
     "base_matmul",
     "bitdelta_embed",
@@ -244,12 +243,12 @@ def _on_card(implementation: str, made: bool) -> bool:
     return made or implementation == "mosaic"
 
 
-def _kernels(bank: Any, w: jax.Array) -> tuple[Any, "KernelBank"]:
+def _kernels(bank: Any, w: jax.Array) -> tuple[Any, KernelBank]:
     """The Hopper kernels, and the bank in their order."""
     # Not before they are asked for: Pallas takes a second to import.
     from pallas_kernels.bitdelta_matmul import mosaic
 
-    if isinstance(bank, mosaic.KernelBank):
+    if isinstance(bank, KernelBank):
         return mosaic, bank
     return mosaic, mosaic.to_kernel_order(bank.bits, bank.scale, w)
 

@@ -38,8 +38,8 @@ def test_ratios_follow_from_times() -> None:
 
 def test_variants_differ_from_the_base_and_from_each_other() -> None:
     """What is timed does read the deltas: logits of three slots differ, the base's are its own."""
-    params, schema, bank = benchmark_decode._model("tiny", 2)
-    bench = benchmark_decode._Bench(params, schema, bank, 3, 2, "float32", 3)
+    bench = benchmark_decode._Bench(*benchmark_decode._model("tiny", 2), 3, 2, "float32", 3)
+    bank = bench.bank
     state, _ = bench.engine.decode(bank, bench.state(np.array([-1, 0, 1])))
     keys = np.asarray(state.cache[-1].k)[:, 3].reshape(3, -1)
     assert len(np.unique(keys, axis=0)) == 3

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.bitdelta_matmul.bank import KernelBank
+
 # A NumPy or JAX array; which of the two is the business of who holds it.
 Array = Any
 
@@ -26,6 +28,8 @@ class WeightDelta:
       dense: [*out, I], the difference itself.
       tail: [E, I], the last E output rows themselves, where the base has none: rows of a larger
         vocabulary. The base's rows there are zeros.
+      kernel: signs and scales in the order of the Hopper kernels in the place of `bits` and
+        `scale`; on the device only, see `zen_jax.delta.kernel_order`.
     """
 
     bits: Array | None = None
@@ -33,6 +37,7 @@ class WeightDelta:
     low_rank: tuple[Array, Array] | None = None
     dense: Array | None = None
     tail: Array | None = None
+    kernel: KernelBank | None = None
 
     def __post_init__(self) -> None:
         if (self.bits is None) != (self.scale is None):

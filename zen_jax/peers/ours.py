@@ -41,7 +41,7 @@ class Ours:
         schema = BankSchema.covering(opened.base().config, slots=1)
         sizes = EngineConfig(rows=1, max_length=length, products=products)
         self._engine = Engine(read_base(opened, schema.held), sizes, schema)
-        self._bank = random_bank(schema)
+        self._bank = random_bank(self._engine)
         self._state = self._engine.init_state()
         self.versions = {"jax": jax.__version__}
 
