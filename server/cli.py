@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from server import cache_options as keep
-from server import console
+from server import cli_cache, console
 from server import kv_options as kv
 from server import sampling_options as choice
 
@@ -387,6 +387,10 @@ def bench_ttft(
 
     plan = TtftPlan(prompt_tokens, requests, cancels, products.value, rows)
     command.run(store, models or [], plan, out)
+
+
+bench.command("cache", epilog=cli_cache.CACHE_EXAMPLE)(cli_cache.bench_cache)
+bench.command("coldstart", epilog=cli_cache.COLD_EXAMPLE)(cli_cache.bench_coldstart)
 
 
 @app.command(epilog="Example: zen demo --serve")

@@ -177,7 +177,7 @@ class Loader:
             task = self._tasks[attempt]
             if task.wanted:
                 self._host[variant.digest] = attempt, tree
-        _log.info(
+        _log.debug(
             "read %s version %d: %d bytes in %.3f s",
             *(variant.name, variant.version, size, self._clock() - task.began),
         )

@@ -65,6 +65,17 @@ _COMMON = {
 _SCALE = 1e-4
 
 
+def shape_config(model: str) -> ModelConfig:
+    """A model of `SHAPES` by its name.
+
+    Raises:
+      ValueError: there is none of that name.
+    """
+    if model not in SHAPES:
+        raise ValueError(f"model is {model!r}; expected one of {', '.join(SHAPES)}")
+    return ModelConfig.from_hf(SHAPES[model] | _COMMON)
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodeCase:
     """One batch of one number of variants. Times are milliseconds of a step.
@@ -149,7 +160,7 @@ def bench_decode(
 def _model(model: str, slots: int) -> tuple[Params, BankSchema]:
     """The base's arrays and the shapes of a bank."""
     if model in SHAPES:
-        config = ModelConfig.from_hf(SHAPES[model] | _COMMON)
+        config = shape_config(model)
         schema = BankSchema.covering(config, slots)
 
         # Made where they stay: 8 billion of them would take minutes to bring to a card.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,48 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return room[start : start + size].view(dtype).reshape(shape)
 
 
+def adjacent(groups: Sequence[Sequence[tuple[int, ...]]], dtype: Any) -> list[list[np.ndarray]]:
+    """Arrays of one dtype in one piece of memory, which the system gives in large pages.
+
+    Args:
+      groups: shapes; those of a group lie one right after the other, the first of each at such an
+        address.
+      dtype: of all.
+    """
+    item = np.dtype(dtype).itemsize
+    step = _ALIGNED // item
+    sizes = [sum(map(math.prod, shapes)) for shapes in groups]
+    starts = list(accumulate((-(-size // step) * step for size in sizes), initial=0))
+    whole = empty((starts[-1],), dtype)
+    rooms: list[list[np.ndarray]] = []
+    for start, shapes in zip(starts, groups, strict=False):
+        ends = list(accumulate(map(math.prod, shapes), initial=start))
+        spans = zip(ends, ends[1:], shapes, strict=False)
+        rooms.append([whole[a:b].reshape(shape) for a, b, shape in spans])
+    return rooms
+
+
 def concatenate(parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
-    """As `numpy.concatenate`, at such an address; all parts have one dtype."""
+    """As `numpy.concatenate`, at such an address; all parts have one dtype. Those that lie one
+    after the other as they should are not copied."""
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
+    room = parts[0].base
+    if math.prod(shape[:axis]) == 1 and room is not None and _adjacent(parts):
+        start = parts[0].ctypes.data - room.ctypes.data
+        size = sum(part.nbytes for part in parts)
+        flat = room.reshape(-1).view(np.uint8)[start : start + size]
+        return flat.view(parts[0].dtype).reshape(shape)
     return np.concatenate(parts, axis, out=empty(tuple(shape), parts[0].dtype))
+
+
+def _adjacent(parts: Sequence[np.ndarray]) -> bool:
+    """Whether parts lie in one array, one after the other."""
+    room, at = parts[0].base, parts[0].ctypes.data
+    if not isinstance(room, np.ndarray):
+        return False
+    for part in parts:
+        if part.base is not room or part.ctypes.data != at or not part.flags.c_contiguous:
+            return False
+        at += part.nbytes
+    return at <= room.ctypes.data + room.nbytes

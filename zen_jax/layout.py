@@ -200,31 +200,43 @@ def fuse_delta(config: ModelConfig, tensors: Mapping[str, WeightDelta]) -> Param
       ValueError: a tensor is missing, is not one of this model's, or does not fit the shape that it
         should have.
     """
-    shapes = tensor_shapes(config)
-    _check_names(shapes, tensors)
+    check_names(config, tensors)
+    return map_specs(lambda spec: fuse_weight(config, spec, tensors), config)
 
-    def fused(spec: ParamSpec) -> WeightDelta:
-        parts = [tensors[name] for name in spec.sources]
-        for name, part in zip(spec.sources, parts, strict=True):
-            _check_delta(name, part, shapes[name])
-        levels = max((p.bits.shape[0] for p in parts if p.bits is not None), default=0)
-        bits = scale = dense = None
-        if levels:
-            rows = [shapes[name][0] for name in spec.sources]
-            pairs = [
-                _pad_levels(p, levels, r, spec.shape[-1]) for p, r in zip(parts, rows, strict=True)
-            ]
-            bits = _fuse_rows(config, spec, [b for b, _ in pairs], 1)
-            scale = _fuse_rows(config, spec, [s for _, s in pairs], 1)
-        if any(p.dense is not None for p in parts):
-            whole = [
-                np.zeros(shapes[name], np.float32) if p.dense is None else p.dense
-                for name, p in zip(spec.sources, parts, strict=True)
-            ]
-            dense = _fuse_rows(config, spec, whole, 0)
-        return WeightDelta(bits, scale, None, dense, parts[0].tail)
 
-    return map_specs(fused, config)
+def fuse_weight(
+    config: ModelConfig, spec: ParamSpec, tensors: Mapping[str, WeightDelta]
+) -> WeightDelta:
+    """One weight of `fuse_delta`; `tensors` has its sources at least.
+
+    Raises:
+      ValueError: one does not fit the shape that it should have.
+    """
+    parts = [tensors[name] for name in spec.sources]
+    rows = _source_rows(config, spec)
+    shapes = [(r,) if spec.kind == "vector" else (r, spec.shape[-1]) for r in rows]
+    for name, part, shape in zip(spec.sources, parts, shapes, strict=True):
+        _check_delta(name, part, shape)
+    levels = max((p.bits.shape[0] for p in parts if p.bits is not None), default=0)
+    bits = scale = dense = None
+    if levels:
+        pairs = [
+            _pad_levels(p, levels, r, spec.shape[-1]) for p, r in zip(parts, rows, strict=True)
+        ]
+        bits = _fuse_rows(config, spec, [b for b, _ in pairs], 1)
+        scale = _fuse_rows(config, spec, [s for _, s in pairs], 1)
+    if any(p.dense is not None for p in parts):
+        whole = [
+            np.zeros(shape, np.float32) if p.dense is None else p.dense
+            for shape, p in zip(shapes, parts, strict=True)
+        ]
+        dense = _fuse_rows(config, spec, whole, 0)
+    return WeightDelta(bits, scale, None, dense, parts[0].tail)
+
+
+def check_names(config: ModelConfig, tensors: Mapping[str, Any]) -> None:
+    """Raises ValueError unless there is every tensor of a model and no other."""
+    _check_names(tensor_shapes(config), tensors)
 
 
 def _check_names(shapes: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:

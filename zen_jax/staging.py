@@ -5,18 +5,21 @@ second and the third a variant lies in host memory, in the bank's shapes: on an 
 memory that is pinned, from where devices fetch it by themselves.
 """
 
+import contextlib
 import dataclasses
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from zen_jax.checkpoint.manifest import Variant
+from zen_jax.checkpoint.manifest import Manifest, Variant
 from zen_jax.checkpoint.raw import RawVariant
 from zen_jax.checkpoint.store import Store
 from zen_jax.delta.bank import BankSchema, DeltaBank, slot_axes
 from zen_jax.delta.format import WeightDelta
-from zen_jax.layout import ParamSpec, map_specs
+from zen_jax.layout import EMBED, HEAD, ParamSpec, map_specs
 from zen_jax.sharding import Placement
 
 _PINNED = "pinned_host"
@@ -43,13 +46,57 @@ class Staging:
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)) // self.schema.slots
 
     def read(self, variant: Variant) -> RawVariant:
-        """Its files in host memory; raises as `Store.read_files` does."""
-        return self.store.read_files(variant)
+        """Its files in host memory; raises as `Store.read_files` does.
+
+        Weights whose files are all there are checked and brought into shape at once, while the disk
+        is waited for; what is wrong with one is left for `verify` to find again, and to tell.
+        """
+        manifest = self.store.manifest(variant)
+        weights, files = self._weights(manifest)
+        left = {sources: len(own) for sources, own in files.items()}
+        of_file: dict[str, list[tuple[str, ...]]] = {}
+        for sources, own in files.items():
+            for file in own:
+                of_file.setdefault(file, []).append(sources)
+        lock = threading.Lock()
+
+        def hear(raw: RawVariant, file: str) -> None:
+            for sources in of_file.get(file, ()):
+                with lock:
+                    left[sources] -= 1
+                    ready = left[sources] == 0
+                if ready:
+                    with contextlib.suppress(ValueError):
+                        raw.check(files[sources])
+                        spec, tensors = weights[sources]
+                        deltas = {name: self.store.delta(raw, name) for name in tensors}
+                        raw.done[sources] = self.schema.fit_weight(spec, deltas)
+
+        return self.store.read_files(variant, hear, _together(manifest, weights))
+
+    def _weights(
+        self, manifest: Manifest
+    ) -> tuple[
+        dict[tuple[str, ...], tuple[ParamSpec, list[str]]], dict[tuple[str, ...], list[str]]
+    ]:
+        """By a weight's sources: what it is and which tensors it takes; and their files."""
+        weights: dict[tuple[str, ...], tuple[ParamSpec, list[str]]] = {}
+        files: dict[tuple[str, ...], list[str]] = {}
+
+        def add(spec: ParamSpec) -> None:
+            own = [EMBED if n == HEAD and n not in manifest.tensors else n for n in spec.sources]
+            if all(name in manifest.tensors for name in own):
+                weights[spec.sources] = spec, own
+                parts = [part for n in own for part in manifest.tensors[n].parts.values()]
+                files[spec.sources] = [file for part in parts for file in part.files()]
+
+        map_specs(add, self.schema.held.config)
+        return weights, files
 
     def verify(self, raw: RawVariant) -> DeltaBank:
         """What was read, checked and in the shapes of a slot; raises as `Store.check` and
         `BankSchema.fit` do."""
-        fitted = self.schema.fit(self.store.check(raw))
+        fitted = self.schema.fit(self.store.check(raw), raw.done)
         if jax.default_backend() == "cpu":
             return fitted
         return jax.block_until_ready(jax.device_put(fitted, self.shardings(_PINNED)))
@@ -77,3 +124,20 @@ class Staging:
             )
 
         return DeltaBank(map_specs(parts, self.schema.held.config), where(()))
+
+
+def _together(
+    manifest: Manifest, weights: Mapping[tuple[str, ...], tuple[ParamSpec, list[str]]]
+) -> list[list[str]]:
+    """Leaves of signs that are in the bank as they are read: those of a weight that has one source,
+    and of gate and up, which lie one after the other when they are fused."""
+    groups: list[list[str]] = []
+    taken: set[str] = set()
+    for _, names in weights.values():
+        parts = [manifest.tensors[name].parts.get("bits") for name in names]
+        whole = [p for p in parts if p is not None and p.shards == 1 and p.shape[0] == 1]
+        leaves = [part.leaf for part in whole]
+        if len(names) == len(leaves) <= 2 and not taken & set(leaves):
+            groups.append(leaves)
+            taken |= set(leaves)
+    return groups

@@ -188,7 +188,7 @@ def test_a_load_given_up_between_two_stages_goes_no_further(fake: Any):
 
 
 def test_the_log_tells_how_long_a_load_took(fake: Any, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     times = iter((10.0, 12.5, 20.0, 21.0))
     loader, posts, tasks = by_hand(fake, clock=lambda: next(times))
     loader.start(fake.variant("a"), 1)

@@ -1,5 +1,6 @@
 """Arrays cut into shards, and files read once and checked in memory."""
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -55,24 +56,30 @@ def empty_stored(part: Part) -> np.ndarray:
     return empty(tuple(shape), dtype_of(part.dtype))
 
 
-def open_regular(path: Path) -> int:
+def open_regular(path: Path | str) -> int:
     """Opens a file for reading; a symbolic link or anything but a plain file is refused.
 
     Raises:
       FileDamaged: it is missing, or no plain file.
     """
+    return _open(path)[0]
+
+
+def _open(path: Path | str) -> tuple[int, int]:
+    """The same, and the file's size."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise FileDamaged(f"cannot be opened ({error.strerror})") from error
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    state = os.fstat(handle)
+    if not stat.S_ISREG(state.st_mode):
         os.close(handle)
         raise FileDamaged("is not a plain file")
-    return handle
+    return handle, state.st_size
 
 
 def read_file(
-    path: Path, size_meant: int, into: np.ndarray | None = None
+    path: Path | str, size_meant: int, into: np.ndarray | None = None
 ) -> tuple[memoryview, str]:
     """Reads a file once, and hashes it on the way.
 
@@ -87,12 +94,13 @@ def read_file(
     Raises:
       FileDamaged: it is missing, cannot be read, or has another size.
     """
-    handle = open_regular(path)
+    handle, size = _open(path)
     try:
-        size = os.fstat(handle).st_size
         if size != size_meant or (into is not None and into.nbytes != size):
             expected = size_meant if into is None else into.nbytes
             raise FileDamaged(f"has {size} bytes; expected {expected}")
+        if into is None and size <= _PIECE:
+            return _read_small(handle, size)
         # Viewed as bytes: memoryview does not know bfloat16.
         raw = empty((size,), np.uint8) if into is None else into.reshape(-1).view(np.uint8)
         view, done, digest = memoryview(raw), 0, xxhash.xxh3_128()
@@ -107,6 +115,25 @@ def read_file(
     finally:
         os.close(handle)
     return view, digest.hexdigest()
+
+
+def read_ahead(path: Path | str) -> None:
+    """Has the system read a file into its cache, if it can, without waiting for it."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(FileDamaged):
+        handle, size = _open(path)
+        try:
+            os.posix_fadvise(handle, 0, size, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(handle)
+
+
+def _read_small(handle: int, size: int) -> tuple[memoryview, str]:
+    data = os.read(handle, size)
+    if len(data) < size:
+        raise FileDamaged(f"ended after {len(data)} bytes; expected {size}")
+    return memoryview(data), xxhash.xxh3_128_hexdigest(data)
 
 
 def read_checked(path: Path, entry: FileEntry, into: np.ndarray | None = None) -> memoryview:

@@ -1,48 +1,82 @@
 """A variant's files in host memory: each read once, then checked where it lies."""
 
-import dataclasses
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from zen_jax.checkpoint.chunks import FileDamaged, empty_stored, join, list_files, read_file
+from zen_jax.checkpoint.chunks import (
+    FileDamaged,
+    empty_stored,
+    join,
+    list_files,
+    read_ahead,
+    read_file,
+)
 from zen_jax.checkpoint.manifest import MANIFEST, Manifest, VariantCorrupt
+from zen_jax.host_memory import adjacent
 
-# Threads that read a variant: enough to keep a disk busy, on few processors no more than twice
-# their number.
-READERS = min(8, 2 * (os.cpu_count() or 1))
+# Threads that read a variant: they hash and bring into shape too, so more than processors wait for
+# one another.
+READERS = min(8, os.cpu_count() or 1)
 
 
-@dataclasses.dataclass(frozen=True)
 class RawVariant:
-    """A variant's files in host memory, not checked yet.
+    """A variant's files in host memory, read and not all checked yet.
 
     Attributes:
       where: "name/version".
       manifest: what they should be.
       stored: its arrays as `zen_jax.checkpoint.chunks.cut` stores them, by leaf.
       digests: xxh3_128 of each file as it was read, by path.
+      done: what was made of it while other files were still being read.
     """
 
-    where: str
-    manifest: Manifest
-    stored: Mapping[str, np.ndarray]
-    digests: Mapping[str, str]
+    def __init__(
+        self, where: str, manifest: Manifest, together: Iterable[Sequence[str]] = ()
+    ) -> None:
+        """Makes room for all arrays.
 
-    def checked(self) -> dict[str, np.ndarray]:
-        """The arrays by leaf.
+        Args:
+          where: "name/version".
+          manifest: what they are.
+          together: leaves of bytes, in one file each, that are kept as they are read; those of a
+            group are to lie one right after the other.
+        """
+        self.where, self.manifest = where, manifest
+        parts = {part.leaf: part for t in manifest.tensors.values() for part in t.parts.values()}
+        groups = list(together)
+        shapes = [[parts[leaf].shape for leaf in leaves] for leaves in groups]
+        self.stored: dict[str, np.ndarray] = {}
+        for leaves, rooms in zip(groups, adjacent(shapes, np.uint8), strict=True):
+            self.stored |= dict(zip(leaves, rooms, strict=True))
+        for leaf in parts.keys() - self.stored.keys():
+            self.stored[leaf] = empty_stored(parts[leaf])
+        self.digests: dict[str, str] = {}
+        self.done: dict[Any, Any] = {}
+        self._joined: dict[str, np.ndarray] = {}
+
+    def check(self, files: Iterable[str]) -> None:
+        """Compares files with what was published.
 
         Raises:
-          VariantCorrupt: a file does not match its checksum, or was not read; it is named.
+          VariantCorrupt: one does not match its checksum, or was not read; it is named.
         """
-        for file, entry in self.manifest.files.items():
-            if self.digests.get(file) != entry.xxh3:
+        for file in files:
+            if self.digests.get(file) != self.manifest.files[file].xxh3:
                 raise VariantCorrupt(self.where, file, "does not match its checksum")
-        parts = [part for t in self.manifest.tensors.values() for part in t.parts.values()]
-        return {part.leaf: join(self.stored[part.leaf], part) for part in parts}
+
+    def arrays(self, tensor: str) -> dict[str, np.ndarray]:
+        """A tensor's arrays by kind; its files are read."""
+        parts = self.manifest.tensors[tensor].parts
+        for part in parts.values():
+            if part.leaf not in self._joined:
+                self._joined[part.leaf] = join(self.stored[part.leaf], part)
+        return {kind: self._joined[part.leaf] for kind, part in parts.items()}
 
 
 def listing_problems(folder: Path, manifest: Manifest) -> list[tuple[str, str]]:
@@ -56,31 +90,68 @@ def listing_problems(folder: Path, manifest: Manifest) -> list[tuple[str, str]]:
     ]
 
 
-def read_all(folder: Path, manifest: Manifest, where: str) -> RawVariant:
-    """Reads every file of a variant, several at a time."""
-    for file, problem in listing_problems(folder, manifest):
-        raise VariantCorrupt(where, file, problem)
-    parts = [part for t in manifest.tensors.values() for part in t.parts.values()]
-    stored = {part.leaf: empty_stored(part) for part in parts}
+def read_all(
+    folder: Path,
+    raw: RawVariant,
+    hear: Callable[[RawVariant, str], None] = lambda raw, file: None,
+) -> RawVariant:
+    """Reads every file of a variant, several at a time, the large ones first.
+
+    Args:
+      folder: of the variant.
+      raw: room for them.
+      hear: called after each file, by the thread that has read it, while others read on.
+
+    Raises:
+      VariantCorrupt: a file is missing, too much, of another size, or cannot be read.
+    """
+    manifest, where = raw.manifest, raw.where
     into: dict[str, np.ndarray] = {}
-    for part in parts:
-        pieces = [stored[part.leaf]] if part.shards == 1 else list(stored[part.leaf])
-        into |= dict(zip(part.files(), pieces, strict=True))
+    for tensor in manifest.tensors.values():
+        for part in tensor.parts.values():
+            stored = raw.stored[part.leaf]
+            pieces = [stored] if part.shards == 1 else list(stored)
+            into |= dict(zip(part.files(), pieces, strict=True))
+    files = sorted(manifest.files, key=lambda file: -manifest.files[file].size)
+    # Handed out one by one: who meets a slow file does not hold up the rest.
+    waiting, root = iter(files), f"{folder}/"
 
-    digests: dict[str, str] = {}
-
-    def read(files: list[str]) -> None:
-        for file in files:
+    def read() -> None:
+        for file in waiting:
             try:
-                _, digests[file] = read_file(
-                    folder / file, manifest.files[file].size, into.get(file)
-                )
+                size = manifest.files[file].size
+                _, raw.digests[file] = read_file(root + file, size, into.get(file))
             except FileDamaged as error:
                 raise VariantCorrupt(where, file, str(error)) from error
+            hear(raw, file)
 
-    # Large files dealt out first, so that the readers end together.
-    files = sorted(manifest.files, key=lambda file: -manifest.files[file].size)
     with ThreadPoolExecutor(READERS) as pool:
-        for _ in pool.map(read, (files[reader::READERS] for reader in range(READERS))):
-            pass
-    return RawVariant(where, manifest, stored, digests)
+        readers = [pool.submit(read) for _ in range(READERS)]
+        for file in files:  # the disk has all to do at once, while what has come is looked at
+            read_ahead(root + file)
+        complete = _complete(folder, manifest)
+        for reader in readers:
+            reader.result()
+    for file, problem in () if complete else listing_problems(folder, manifest):
+        raise VariantCorrupt(where, file, problem)
+    return raw
+
+
+def _complete(folder: Path, manifest: Manifest) -> bool:
+    """Whether a folder has the files that it should and no others, whatever they are."""
+    expected: dict[str, set[str]] = {"": {MANIFEST}}
+    for file in manifest.files:
+        parent, _, name = file.rpartition("/")
+        expected.setdefault(parent, set()).add(name)
+        while parent:
+            parent, _, name = parent.rpartition("/")
+            expected.setdefault(parent, set()).add(name)
+    root = f"{folder}/"
+    try:
+        for below, names in expected.items():
+            linked = below and not stat.S_ISDIR(os.lstat(root + below).st_mode)
+            if linked or names != set(os.listdir(root + below)):
+                return False
+    except OSError:
+        return False
+    return True

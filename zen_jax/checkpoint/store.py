@@ -8,7 +8,7 @@ restores damaged data without a word. Nothing is read through a symbolic link be
 import dataclasses
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +213,18 @@ class Store:
         """
         return self.check(self.read_files(variant))
 
-    def read_files(self, variant: Variant) -> RawVariant:
+    def read_files(
+        self,
+        variant: Variant,
+        hear: Callable[[RawVariant, str], None] = lambda raw, file: None,
+        together: Iterable[Sequence[str]] = (),
+    ) -> RawVariant:
         """Every file of a variant, read once into host memory and hashed, several at a time.
+
+        Args:
+          variant: found in this store.
+          hear: called after each file, by the thread that has read it, while others read on.
+          together: see `RawVariant`.
 
         Raises:
           VariantCorrupt: a file is missing, too much or of another size; it is named.
@@ -233,7 +243,8 @@ class Store:
                 f"{variant} has parts of a kind that this version does not know: "
                 f"{', '.join(sorted(kinds - _LOADED))}; serve it with the version that made it"
             )
-        return read_all(self._folder(*_steps(variant)), manifest, str(variant))
+        raw = RawVariant(str(variant), manifest, together)
+        return read_all(self._folder(*_steps(variant)), raw, hear)
 
     def check(self, raw: RawVariant) -> dict[str, WeightDelta]:
         """What a variant adds to each of the base's tensors, by Hugging Face name.
@@ -247,23 +258,19 @@ class Store:
         Raises:
           VariantCorrupt: a file does not match its checksum; it is named.
         """
-        arrays, manifest = raw.checked(), raw.manifest
-        return {
-            name: self._delta(tensor.against or name, name, arrays)
-            for name, tensor in manifest.tensors.items()
-        }
+        raw.check(raw.manifest.files)
+        return {name: self.delta(raw, name) for name in raw.manifest.tensors}
 
-    def _delta(self, base: str, name: str, arrays: Mapping[str, np.ndarray]) -> WeightDelta:
-        """One tensor's parts as they are held in memory."""
-        dense, tail = arrays.get(f"{name}.dense"), arrays.get(f"{name}.rows")
-        whole = arrays.get(f"{name}.whole")
+    def delta(self, raw: RawVariant, name: str) -> WeightDelta:
+        """One tensor's parts as they are held in memory; its files are read, and checked."""
+        arrays = raw.arrays(name)
+        dense, tail, whole = arrays.get("dense"), arrays.get("rows"), arrays.get("whole")
         if whole is not None:
-            start = self.base_tensor(base).astype(np.float32)
+            against = raw.manifest.tensors[name].against or name
+            start = self.base_tensor(against).astype(np.float32)
             dense = whole[: start.shape[0]].astype(np.float32) - start
             tail = whole[start.shape[0] :] if whole.shape[0] > start.shape[0] else None
-        return WeightDelta(
-            arrays.get(f"{name}.bits"), arrays.get(f"{name}.scale"), dense=dense, tail=tail
-        )
+        return WeightDelta(arrays.get("bits"), arrays.get("scale"), dense=dense, tail=tail)
 
     def tokenizer_files(self, variant: Variant | None) -> dict[str, bytes]:
         """A variant's tokenizer files, or the base's: name -> contents, checked.
@@ -401,6 +408,27 @@ def _allowed(name: str) -> bool:
         return False
 
 
+# The manifests read last, by folder, with the bytes that they were parsed from.
+_PARSED: dict[Path, tuple[bytes, Manifest]] = {}
+_PARSED_KEPT = 64
+
+
+def _parsed(folder: Path, data: bytes) -> Manifest:
+    """A manifest from its bytes; the same bytes of the same folder are not parsed again.
+
+    Raises:
+      ManifestError: they are damaged.
+    """
+    before = _PARSED.get(folder)
+    if before is not None and before[0] == data:
+        return before[1]
+    manifest = Manifest.parse(data)
+    while len(_PARSED) >= _PARSED_KEPT:
+        _PARSED.pop(next(iter(_PARSED)), None)
+    _PARSED[folder] = data, manifest
+    return manifest
+
+
 def _read_manifest(folder: Path, name: str, version: int, kind: type[Corrupt]) -> Manifest:
     where = f"{name}/{version}" if version else name
     try:
@@ -409,7 +437,7 @@ def _read_manifest(folder: Path, name: str, version: int, kind: type[Corrupt]) -
             data = file.read(_MAX_MANIFEST_BYTES + 1)
         if len(data) > _MAX_MANIFEST_BYTES:
             raise ManifestError(f"is larger than {_MAX_MANIFEST_BYTES} bytes")
-        manifest = Manifest.parse(data)
+        manifest = _parsed(folder, data)
     except (FileDamaged, ManifestError) as error:
         raise kind(where, MANIFEST, str(error)) from error
     if (manifest.name, manifest.version) != (name, version):

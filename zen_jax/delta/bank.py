@@ -17,7 +17,15 @@ from zen_jax import host_memory
 from zen_jax.config import ModelConfig
 from zen_jax.delta.format import Array, WeightDelta
 from zen_jax.delta.widen import HeldShape
-from zen_jax.layout import EMBED, HEAD, Params, ParamSpec, map_specs
+from zen_jax.layout import (
+    EMBED,
+    HEAD,
+    Params,
+    ParamSpec,
+    check_names,
+    fuse_weight,
+    map_specs,
+)
 from zen_jax.sharding import Placement
 
 
@@ -143,11 +151,16 @@ class BankSchema:
             vocab = jax.device_put(vocab, placement.sharding((None,)))
         return DeltaBank(map_specs(stacked, self.held.config), vocab)
 
-    def fit(self, tensors: Mapping[str, WeightDelta]) -> DeltaBank:
+    def fit(
+        self,
+        tensors: Mapping[str, WeightDelta],
+        done: Mapping[tuple[str, ...], WeightDelta] | None = None,
+    ) -> DeltaBank:
         """One variant in the shape of a slot; parts that it lacks are zero.
 
         Args:
           tensors: its deltas by Hugging Face tensor, in host memory.
+          done: weights that `fit_weight` has given already, by their sources.
 
         Returns:
           NumPy arrays.
@@ -165,32 +178,49 @@ class BankSchema:
                 f"{'a' if HEAD in tensors else 'no'} head of its own; the bank has room for "
                 f"{self.held.tail} more rows, and a head only if it was started with one"
             )
+        done = {} if done is None else done
+        names = {HEAD} if EMBED in tensors and not self.held.config.tie_word_embeddings else set()
+        check_names(self.held.config, dict.fromkeys(names | set(tensors)))
 
-        def fitted(spec: ParamSpec, delta: WeightDelta) -> WeightDelta:
-            leaf, names = self.leaf(spec), ", ".join(spec.sources)
-            levels = 0 if delta.bits is None else delta.bits.shape[0]
-            if levels > leaf.levels:
-                raise DoesNotFit(f"{names}: {levels} levels; the bank has room for {leaf.levels}")
-            if delta.dense is not None and not leaf.dense:
-                raise DoesNotFit(f"{names}: stored whole; the bank has room for signs only")
-            if delta.low_rank is not None:
-                raise DoesNotFit(f"{names}: a low-rank part; the bank has room for signs only")
-            bits = scale = dense = None
-            if leaf.levels:
-                lead = (leaf.levels, *spec.shape[:-1])
-                packed = (*lead, packed_size(spec.shape[-1]))
-                bits, scale = _room(delta.bits, packed, np.uint8), _room(delta.scale, lead)
-            if leaf.dense:
-                dense = _room(delta.dense, spec.shape)
-            room, tail = self.tail(spec), None
-            if room:
-                tail = np.zeros((room, spec.shape[-1]), ml_dtypes.bfloat16)
-                if delta.tail is not None:
-                    tail[...] = delta.tail
-            return WeightDelta(bits, scale, None, dense, tail)
+        def fitted(spec: ParamSpec) -> WeightDelta:
+            return done.get(spec.sources) or self.fit_weight(spec, tensors)
 
-        weights = map_specs(fitted, self.held.config, self.held.fuse_variant(tensors))
+        weights = map_specs(fitted, self.held.config)
         return DeltaBank(weights, np.int32(self.held.base.vocab_size + more))
+
+    def fit_weight(self, spec: ParamSpec, tensors: Mapping[str, WeightDelta]) -> WeightDelta:
+        """One weight of `fit`; `tensors` has its sources at least, for a head that the variant ties
+        the embedding.
+
+        Raises:
+          DoesNotFit, ValueError: as `fit` does.
+        """
+        own = {name: tensors[name] for name in (*spec.sources, EMBED) if name in tensors}
+        if EMBED not in spec.sources and HEAD not in spec.sources:
+            own.pop(EMBED, None)
+        config = self.held.config
+        delta = fuse_weight(config, spec, self.held.as_held(own))
+        leaf, names = self.leaf(spec), ", ".join(spec.sources)
+        levels = 0 if delta.bits is None else delta.bits.shape[0]
+        if levels > leaf.levels:
+            raise DoesNotFit(f"{names}: {levels} levels; the bank has room for {leaf.levels}")
+        if delta.dense is not None and not leaf.dense:
+            raise DoesNotFit(f"{names}: stored whole; the bank has room for signs only")
+        if delta.low_rank is not None:
+            raise DoesNotFit(f"{names}: a low-rank part; the bank has room for signs only")
+        bits = scale = dense = None
+        if leaf.levels:
+            lead = (leaf.levels, *spec.shape[:-1])
+            packed = (*lead, packed_size(spec.shape[-1]))
+            bits, scale = _room(delta.bits, packed, np.uint8), _room(delta.scale, lead)
+        if leaf.dense:
+            dense = _room(delta.dense, spec.shape)
+        room, tail = self.tail(spec), None
+        if room:
+            tail = np.zeros((room, spec.shape[-1]), ml_dtypes.bfloat16)
+            if delta.tail is not None:
+                tail[...] = delta.tail
+        return WeightDelta(bits, scale, None, dense, tail)
 
 
 def _room(part: Array | None, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:

@@ -74,12 +74,20 @@ class HeldShape:
           ValueError: it has more vocabulary rows or another tying than was planned for, or as
             `zen_jax.layout.fuse_delta`.
         """
+        return fuse_delta(self.config, self.as_held(tensors))
+
+    def as_held(self, tensors: Mapping[str, WeightDelta]) -> dict[str, WeightDelta]:
+        """A variant's deltas, or some of them, with embedding and head in the shape as held.
+
+        Raises:
+          ValueError: there are more vocabulary rows than was planned for.
+        """
         held = dict(tensors)
         if not self.config.tie_word_embeddings and HEAD not in held and EMBED in held:
             held[HEAD] = held[EMBED]
         for name in {EMBED, HEAD} & set(held):
             held[name] = self._widened(name, held[name])
-        return fuse_delta(self.config, held)
+        return held
 
     def _widened(self, name: str, delta: WeightDelta) -> WeightDelta:
         if delta.tail is not None and delta.tail.shape[0] > self.tail:
