@@ -360,7 +360,7 @@ def make_worker(
     )
     return Worker(
         engine,
-        Loader(Stages(staging.read, staging.verify, staging.put)),
+        Loader(Stages(staging.read, staging.verify, engine.put)),
         config,
         tokenizers,
         inbox_limit=options.inbox,

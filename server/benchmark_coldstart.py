@@ -175,7 +175,7 @@ class _Loads:
         """Milliseconds of all stages, until the slot is written."""
         begun = time.perf_counter()
         fitted = self.staging.verify(self.staging.read(self.variant))
-        self.bank = self.write(self.bank, 0, self.staging.put(fitted))
+        self.bank = self.write(self.bank, 0, jax.block_until_ready(jax.device_put(fitted)))
         jax.block_until_ready(self.bank)
         return (time.perf_counter() - begun) * 1e3
 

@@ -146,7 +146,11 @@ class Engine:
           DoesNotFit: the bank has no room for one of its parts.
           ValueError: the tensors are not this model's.
         """
-        fitted = self.schema.fit(tensors)
+        return self.put(self.schema.fit(tensors))
+
+    def put(self, fitted: DeltaBank) -> DeltaBank:
+        """A variant in the shapes of a slot, as `BankSchema.fit` makes it or in pinned host memory,
+        onto the device, ready for `write_slot`; from any thread."""
         put = jax.device_put(fitted, self._resident.packed_shardings(stacked=False))
         if self._resident.ordered:
             put = self.programs(_ORDER, self._params, put)

@@ -1,8 +1,8 @@
 """A variant's way from its files into the shapes of a bank's slot and onto the devices.
 
-The three steps are those that `server.loader` runs, each of which may fail by itself. Between the
-second and the third a variant lies in host memory, in the bank's shapes: on an accelerator in
-memory that is pinned, from where devices fetch it by themselves.
+Each step may fail by itself: `server.loader` runs the two here and, as the third,
+`zen_jax.engine.Engine.put`. Between them a variant lies in host memory, in the bank's shapes: on an
+accelerator in memory that is pinned, from where devices fetch it by themselves.
 """
 
 import contextlib
@@ -101,22 +101,14 @@ class Staging:
             return fitted
         return jax.block_until_ready(jax.device_put(fitted, self.shardings(_PINNED)))
 
-    def put(self, fitted: DeltaBank) -> DeltaBank:
-        """The same on the devices, ready to be written into a slot."""
-        return jax.block_until_ready(jax.device_put(fitted, self.shardings()))
-
-    def shardings(self, memory: str | None = None) -> Any:
-        """Where the parts of a slot lie, as a tree like a slot.
-
-        Args:
-          memory: a kind of memory of the devices; None for their own.
-        """
+    def shardings(self, memory: str) -> Any:
+        """Where the parts of a slot lie in a kind of memory of the devices, as a tree like a
+        slot."""
 
         def where(axes: tuple[str | None, ...]) -> Any:
             if self.placement is None:
                 return SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
-            whole = self.placement.sharding(axes)
-            return whole if memory is None else whole.with_memory_kind(memory)
+            return self.placement.sharding(axes).with_memory_kind(memory)
 
         def parts(spec: ParamSpec) -> WeightDelta:
             return jax.tree.map(
