@@ -314,8 +314,11 @@ def test_a_benchmark_prints_a_table_and_writes_its_figures(zen, tmp_path, monkey
     small = ("--shape", "32x16", "--rows", 2, "--variants", 1, "--variants", 2, "--repeats", 1)
     status, out, _ = zen("bench", "linear", *small, "--json", file)
     assert status == 0
-    assert [case["variants"] for case in json.loads(file.read_text())["cases"]] == [1, 2]
-    assert out.count("32x16") == 2 and "GB/s" in out
+    cases = json.loads(file.read_text())["cases"]
+    assert [(case["variants"], case["activations"]) for case in cases] == [
+        (variants, dtype) for variants in (1, 2) for dtype in ("float32", "bfloat16")
+    ]
+    assert out.count("32x16") == 4 and "GB/s" in out
     for bad in (("--shape", "32"), ("--rows", 1, "--variants", 5), ("--json", tmp_path / "no/f")):
         status, _, err = zen("bench", "linear", *bad)
         assert (status, err.count("\n")) == (2, 1)
@@ -451,5 +454,6 @@ def test_a_signal_lets_what_runs_finish(serving, number):
         assert stream.generation.completion.usage.completion_tokens == 60
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert len(err.splitlines()) == 1
-    assert "INFO server.loader: loaded tiny-a version 1" in err
+    read, loaded = err.splitlines()
+    assert "INFO server.loader: read tiny-a version 1" in read
+    assert "INFO server.loader: loaded tiny-a version 1" in loaded
