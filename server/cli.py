@@ -393,6 +393,31 @@ bench.command("cache", epilog=cli_cache.CACHE_EXAMPLE)(cli_cache.bench_cache)
 bench.command("coldstart", epilog=cli_cache.COLD_EXAMPLE)(cli_cache.bench_coldstart)
 
 
+@bench.command("kv", epilog="Example: zen bench kv --json docs/kv-cache.json")
+def bench_kv(
+    store: Annotated[
+        Path | None,
+        typer.Option(metavar="STORE", help="Whose base is measured; else `make models` made it."),
+    ] = None,
+    family: Annotated[
+        Path | None, typer.Option(help="The demo family's folder, for the quality of its members.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, max=30, help="Decode steps that are timed.")] = 15,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Figures, and a plot beside it.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A page whose tables are written again.")
+    ] = None,
+) -> None:
+    """Pages against fixed rows, prompts that begin alike, and keys and values in fewer bits."""
+    from server.benchmark_kv import KvPlan
+    from server.commands import bench_kv as command
+    from zen_jax.peers.bench import STORE
+
+    command.run(store or STORE, family, KvPlan(repeats=repeats), out, page)
+
+
 @app.command(epilog="Example: zen demo --serve")
 def demo(
     serve: Annotated[bool, typer.Option("--serve", help="Go on serving afterwards.")] = False,

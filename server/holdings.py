@@ -95,13 +95,13 @@ class Holdings:
 
     # A request's way.
 
-    def fits(self, job: Job, losing: Iterable[Job], spare: int) -> bool:
+    def fits(self, job: Job, losing: Iterable[Job], going_on: Iterable[Job]) -> bool:
         """Whether there are pages for a request to get a row.
 
         Args:
           job: without a row.
           losing: who gives its pages back first.
-          spare: pages to leave for those that run.
+          going_on: who is left a page each, if it may want one.
         """
         found = self.found(job)
         idle = sum(page != NO_PAGE and not self.pool.holders(page) for page in found)
@@ -109,6 +109,10 @@ class Holdings:
         new = self._pages_for(self._wanted(job, start)) - len(found)
         wanted = {page for page in found if page != NO_PAGE}
         freed = sum(self._freed(other.pages, wanted) for other in losing)
+        spare = sum(
+            self._pages_for(len(other.request.token_ids) + other.arrived.limit) > len(other.pages)
+            for other in going_on
+        )
         return new + spare <= self.pool.available - idle + freed
 
     def _freed(self, pages: Iterable[int], wanted: set[int]) -> int:

@@ -367,10 +367,11 @@ class _Draft:
             reverse=True,
         )
         needed = int(None not in self.rows)
-        # Those that go on soon want a page more each.
-        while needed <= len(behind) and not self.held.fits(
-            first, [self.jobs[other] for other in behind[:needed]], len(running) - needed
-        ):
+        while needed <= len(behind):
+            losing = [self.jobs[other] for other in behind[:needed]]
+            going_on = [self.jobs[other] for other in running if other not in behind[:needed]]
+            if self.held.fits(first, losing, going_on):
+                break
             needed += 1
         if needed > len(behind):
             return False
