@@ -1,7 +1,8 @@
 """A decode step's norms and attention: one function each, and who computes it.
 
-"reference" is plain XLA and runs everywhere. "cpu" is our kernel. "auto" chooses when a program is
-traced.
+"reference" is plain XLA and runs everywhere. "cpu" is our kernel; "cudnn" and "xla" are attention
+by jax.nn.dot_product_attention over gathered pages, for GPUs. "auto" chooses when a program is
+traced: our kernel where there is one, else plain XLA, until the others were measured on a card.
 """
 
 from typing import Literal
@@ -13,7 +14,7 @@ from pallas_kernels.decode_attention import cpu, reference
 from pallas_kernels.paged_attention import pages as paging
 from pallas_kernels.paged_attention.pages import Pages
 
-Implementation = Literal["auto", "reference", "cpu"]
+Implementation = Literal["auto", "reference", "cpu", "cudnn", "xla"]
 
 
 def rms_norm(
@@ -77,7 +78,8 @@ def decode_attention(
     case = (qkv, pages, table, positions, angles, norms, eps, window)
     if _on_cpu(implementation, qkv, pages.k):
         return cpu.decode_attention(*case)
-    return reference.decode_attention(*case)
+    library = implementation if implementation in ("cudnn", "xla") else None
+    return reference.decode_attention(*case, library)
 
 
 def _check(
@@ -116,7 +118,7 @@ def _on_cpu(implementation: str, x: jax.Array, cache: jax.Array | None) -> bool:
     match implementation:
         case "auto":
             return cpu.takes(x, cache) and cpu.available()
-        case "reference":
+        case "reference" | "cudnn" | "xla":
             return False
         case "cpu" if cpu.takes(x, cache) and cpu.available():
             return True
@@ -128,5 +130,6 @@ def _on_cpu(implementation: str, x: jax.Array, cache: jax.Array | None) -> bool:
             )
         case _:
             raise ValueError(
-                f"implementation is {implementation!r}; expected 'auto', 'reference' or 'cpu'"
+                f"implementation is {implementation!r}; expected 'auto', 'reference', 'cpu', "
+                "'cudnn' or 'xla'"
             )

@@ -7,7 +7,9 @@ head, H head size, D any size.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention import gathered
 from pallas_kernels.paged_attention import pages as paging
+from pallas_kernels.paged_attention.gathered import Library
 from pallas_kernels.paged_attention.pages import Pages
 
 _MASKED = -1e30
@@ -69,6 +71,7 @@ def decode_attention(
     norms: tuple[jax.Array, jax.Array] | None = None,
     eps: float = 0.0,
     window: int | None = None,
+    library: Library | None = None,
 ) -> tuple[jax.Array, Pages]:
     """One token a row: its key and value go into the cache, its queries look at what is there.
 
@@ -86,6 +89,7 @@ def decode_attention(
       norms: weights of the RMSNorm of each query and key, float32[B or 1, H].
       eps: of that norm.
       window: how many positions are seen, the token's own counted; None: all.
+      library: whose attention it is, see `paged_attention.gathered`; None: plain jax.numpy.
 
     Returns:
       [B, K, G, H] in qkv's dtype, and the cache with the token. Scores and sums are float32.
@@ -97,10 +101,12 @@ def decode_attention(
     pages = paging.write(
         pages, table, key[:, None], value[:, None], positions[:, None], live[:, None]
     )
-    k, v = paging.gather(pages, table, q.dtype)
-    at = jnp.arange(k.shape[1])
+    at = jnp.arange(table.shape[1] * size)
     seen = live[:, None] & (at >= first[:, None]) & (at <= positions[:, None])
-    y = _weighted(q, k, v, seen)
+    if library is None:
+        y = _weighted(q, *paging.gather(pages, table, q.dtype), seen)
+    else:
+        y = gathered.attend(q[:, None], pages, table, seen[:, None], library)[:, 0]
     return jnp.where(live[:, None, None, None], y, 0.0).astype(qkv.dtype), pages
 
 

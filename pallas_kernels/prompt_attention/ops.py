@@ -1,8 +1,9 @@
 """A prompt's attention: one function, and who computes it.
 
 "reference" is plain XLA and says what is meant; "blocks" is plain XLA too, and does not make all
-scores at once. "cpu" is our kernel. "auto" takes the kernel where there is one, else "blocks"; it
-chooses when a program is traced.
+scores at once. "cpu" is our kernel; "cudnn" and "xla" are jax.nn.dot_product_attention over
+gathered pages, for GPUs. "auto" takes the kernel where there is one, else "blocks"; it chooses when
+a program is traced.
 """
 
 from typing import Literal
@@ -14,7 +15,7 @@ from pallas_kernels.paged_attention import pages as paging
 from pallas_kernels.paged_attention.pages import Pages
 from pallas_kernels.prompt_attention import blocks, cpu, reference
 
-Implementation = Literal["auto", "reference", "blocks", "cpu"]
+Implementation = Literal["auto", "reference", "blocks", "cpu", "cudnn", "xla"]
 
 
 def prompt_attention(
@@ -63,6 +64,8 @@ def prompt_attention(
     case = (q, k, v, pages, table, starts, lengths, window)
     if _on_cpu(implementation, q, pages.k):
         return cpu.prompt_attention(*case)
+    if implementation in ("cudnn", "xla"):
+        return reference.prompt_attention(*case, implementation)
     chosen = reference if implementation == "reference" else blocks
     return chosen.prompt_attention(*case)
 
@@ -71,7 +74,7 @@ def _on_cpu(implementation: str, q: jax.Array, k: jax.Array) -> bool:
     match implementation:
         case "auto":
             return cpu.takes(q, k) and cpu.available()
-        case "reference" | "blocks":
+        case "reference" | "blocks" | "cudnn" | "xla":
             return False
         case "cpu" if cpu.takes(q, k) and cpu.available():
             return True
@@ -82,6 +85,6 @@ def _on_cpu(implementation: str, q: jax.Array, k: jax.Array) -> bool:
             )
         case _:
             raise ValueError(
-                f"implementation is {implementation!r}; expected 'auto', 'reference', 'blocks' or "
-                "'cpu'"
+                f"implementation is {implementation!r}; expected 'auto', 'reference', 'blocks', "
+                "'cpu', 'cudnn' or 'xla'"
             )

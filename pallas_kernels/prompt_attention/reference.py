@@ -7,7 +7,9 @@ positions of a page, S = J P.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention import gathered
 from pallas_kernels.paged_attention import pages as paging
+from pallas_kernels.paged_attention.gathered import Library
 from pallas_kernels.paged_attention.pages import Pages
 
 # Below every score, and finite: a query without visible positions gives no NaN.
@@ -47,6 +49,7 @@ def prompt_attention(
     starts: jax.Array,
     lengths: jax.Array,
     window: int | None = None,
+    library: Library | None = None,
 ) -> tuple[jax.Array, Pages]:
     """Chunks of keys and values go into the cache, chunks of queries look at what is there, causal.
 
@@ -63,16 +66,19 @@ def prompt_attention(
       starts: int32[C], the position of its first token.
       lengths: int32[C], tokens that exist; those behind them are not written and give zeros.
       window: positions that a query sees, its own counted; None: all.
+      library: whose attention it is, see `paged_attention.gathered`; None: plain jax.numpy.
 
     Returns:
       [C, T, K, G, H] in q's dtype, scores and sums in float32; and the cache.
     """
     exist, pages = put(k, v, pages, table, starts, lengths, window)
-    keys, values = paging.gather(pages, table, jnp.float32)
     at = starts[:, None] + jnp.arange(q.shape[1])
-    place = jnp.arange(keys.shape[1])
-    distance = at[:, :, None] - place
+    distance = at[:, :, None] - jnp.arange(table.shape[1] * pages.k.shape[1])
     seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    if library is not None:
+        y = gathered.attend(q, pages, table, seen & exist[..., None], library)
+        return jnp.where(exist[..., None, None, None], y, 0.0).astype(q.dtype), pages
+    keys, values = paging.gather(pages, table, jnp.float32)
     wide = q.astype(jnp.float32)
     scores = jnp.einsum("ctkgh,cskh->ckgts", wide, keys, precision="highest")
     scores = jnp.where(seen[:, None, None], scores * q.shape[-1] ** -0.5, _MASKED)

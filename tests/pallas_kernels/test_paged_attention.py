@@ -16,7 +16,7 @@ from pallas_kernels.prompt_attention import ops as prompt
 
 ROWS, LENGTH, KV_HEADS, GROUP, SIZE = 4, 320, 2, 3, 20
 POSITIONS = np.array([319, 0, 130, 47], np.int32)
-DECODE, PROMPT = ["reference", "cpu"], ["reference", "blocks", "cpu"]
+DECODE, PROMPT = ["reference", "cpu", "xla"], ["reference", "blocks", "cpu", "xla"]
 RNG = np.random.default_rng(5)
 K, V = RNG.standard_normal((2, ROWS, LENGTH, KV_HEADS, SIZE), np.float32)
 QKV = jnp.asarray(RNG.standard_normal((ROWS, KV_HEADS, GROUP + 2, SIZE), np.float32))
