@@ -53,6 +53,14 @@ def test_an_answer_is_found_by_what_goes_on_from_it(world: Any, make_request: An
     assert answered(world, make_request(prompt=(*whole[:49], 5), max_tokens=2)) == [48]
 
 
+def test_the_newest_token_is_not_in_its_page_yet(world: Any, make_request: Any) -> None:
+    """It would be written when the next is made: a page that it fills is not whole."""
+    request = make_request(prompt=LONG[:31], max_tokens=1)
+    assert answered(world, request) == [0]
+    whole = (*LONG[:31], *world.fake.answer_of(request, 1))
+    assert answered(world, make_request(prompt=(*whole, 5), max_tokens=1)) == [16]
+
+
 @pytest.mark.parametrize("other", ["variant", "version", "tenant", "base"])
 def test_nobody_else_finds_it(world: Any, make_request: Any, fake: Any, other: str) -> None:
     first = make_request(fake.variant("a"), prompt=LONG)
@@ -158,6 +166,7 @@ def test_when_pages_run_out_the_last_in_line_goes_on_later(
         assert caller.tokens == world.fake.answer_of(request, 61)
     ends = [caller.events[-1].finish for caller in callers]
     assert all(finish.completion_tokens == 61 for finish in ends)
+    assert all(finish.cached_tokens == 0 for finish in ends), "what it had itself does not count"
     seen = world.worker.snapshot()
     assert seen.rows_lost >= 2 and seen.pages_held == 0
     assert world.engine.resumed >= 2
