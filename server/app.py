@@ -8,6 +8,7 @@ those that run finish within a set time, and then closes.
 import asyncio
 import errno
 import functools
+import gc
 import logging
 import os
 import signal
@@ -25,7 +26,7 @@ from jax.sharding import Mesh
 
 from server.admin import VariantService
 from server.incoming import Limits
-from server.loader import Loader, Stages
+from server.loader import Loader, Stages, behind_others
 from server.router import Router
 from server.service import GenerateService
 from server.status import ErrorInterceptor
@@ -350,7 +351,11 @@ def make_worker(
     tokenizers: Callable[[Variant | None], Tokenizer],
 ) -> Worker:
     """Puts a worker, not started yet, onto an engine that is warm."""
-    staging = Staging(store, engine.schema, engine.placement)
+    # Accelerators leave the processors to the loads.
+    shared = jax.default_backend() == "cpu"
+    staging = Staging(
+        store, engine.schema, engine.placement, busy=lambda: shared and worker.running > 0
+    )
     host_bytes = options.host_bytes
     config = CacheConfig(
         slots=engine.schema.slots,
@@ -358,15 +363,23 @@ def make_worker(
         slot_bytes=staging.slot_bytes,
         host_bytes=_memory_bytes() // 4 if host_bytes is None else host_bytes,
     )
-    return Worker(
+    worker = Worker(
         engine,
-        Loader(Stages(staging.read, staging.verify, engine.put)),
+        Loader(Stages(behind_others(staging.read), staging.verify, engine.put)),
         config,
         tokenizers,
         inbox_limit=options.inbox,
         share_prefixes=options.prefix_cache,
         base=store.base().digest,
     )
+    return worker
+
+
+def settle_memory() -> None:
+    """Keeps Python from looking through what the start left, which holds up every thread for tenths
+    of a second; for a process that serves from here on."""
+    gc.collect()
+    gc.freeze()
 
 
 def _memory_bytes() -> int:

@@ -2,7 +2,7 @@
 
 The raw read takes the same files with as many threads. Before each cold turn the files are dropped
 from the system's cache. Then the server's own worker is asked for the variant by several at once,
-and decodes others while it is loaded again and again.
+and decodes others while it is loaded.
 """
 
 import os
@@ -19,7 +19,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from server.app import ServeOptions, build_engine, make_worker, tokenizers_of
+from server.app import (
+    ServeOptions,
+    build_engine,
+    make_worker,
+    settle_memory,
+    tokenizers_of,
+)
 from server.requests import Failure, Request, TokenEvent
 from server.worker import Worker
 from zen_jax.benchmark_decode import shape_config
@@ -41,6 +47,7 @@ _PIECE = 2**20
 # What the projection assumes: the specification's variant, its cards, and what each reads a second.
 _BYTES, _CARDS, _CARD_BYTES_S, _WANTED_MS = 8.75e9, 8, 5.5e9, 200.0
 _CHANGE = 1e-3
+_SETTLE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class ColdPlan:
     Attributes:
         repeats: turns of each kind; the median counts.
         waiting: requests that ask for the cold variant at once.
-        window_s: of decoding without loads, and with loads one after another; each five times.
+        window_s: of decoding without loads, and while one is under way; each five times.
         rows: of others, that decode meanwhile.
         model: whose shapes the variant has that loads are timed with; None takes the store's.
     """
@@ -88,12 +95,13 @@ def bench_coldstart(store: Store, plan: ColdPlan, progress: Progress) -> dict[st
             made = made_up_variant(Path(folder), shape_config(plan.model))
             figures = _Loads(*made).measure(plan.repeats, progress)
     with _with_variant(store, progress) as (opened, variant):
-        options = ServeOptions(rows=plan.rows + plan.waiting, slots=2, max_length=512, pinned=0)
+        options = ServeOptions(rows=plan.rows + plan.waiting, slots=2, max_length=64, pinned=0)
         engine = build_engine(opened, options, progress)
         loads = _Loads(opened, variant)
         figures = figures or loads.measure(plan.repeats, progress)
         worker = make_worker(opened, engine, options, tokenizers_of(opened))
         worker.start()
+        settle_memory()  # as `zen serve` does
         try:
             serving = _Serving(worker, variant, loads, plan)
             figures |= serving.crowd()
@@ -231,14 +239,14 @@ class _Serving:
         return {"requests_waiting": self.plan.waiting, "loads_started": loads}
 
     def neighbours(self, progress: Progress) -> dict[str, Any]:
-        """Time between tokens of others, without a load and while one follows another."""
+        """Time between tokens of others, without a load and while one is under way."""
         for _ in range(self.plan.rows):
             self.stream()
         before: list[float] = []
         during: list[float] = []
         for i in range(5):
-            before.append(self.window(self.idle))
-            during.append(self.window(self.load_again))
+            before.append(self.quiet())
+            during.append(self.loading())
             progress("others meanwhile", i + 1, 5)
         self.check()
         return {
@@ -268,26 +276,38 @@ class _Serving:
             if event.finish is not None:
                 self.stream()
 
-        self.ask(None, 400, heard)
+        self.ask(None, 56, heard)
 
-    def window(self, what: Callable[[float], None]) -> float:
-        """Milliseconds between two tokens of a row while something is done."""
-        time.sleep(0.1)
-        self.seen.clear()
-        begun = time.perf_counter()
-        what(begun + self.plan.window_s)
-        ended = time.perf_counter()
-        tokens = sum(count for at, count in list(self.seen) if begun <= at <= ended)
-        return (ended - begun) * 1e3 * self.plan.rows / max(tokens, 1)
+    def quiet(self) -> float:
+        """Milliseconds between two tokens of a row, without a load."""
+        time.sleep(_SETTLE_S)
+        return self.between(lambda: time.sleep(self.plan.window_s))
 
-    def idle(self, until: float) -> None:
-        time.sleep(until - time.perf_counter())
-
-    def load_again(self, until: float) -> None:
-        while time.perf_counter() < until:
+    def loading(self) -> float:
+        """The same from when a load begins until it is in its slot, over loads that take as long
+        together."""
+        spent, tokens = 0.0, 0
+        while spent < self.plan.window_s:
             self.worker.unload(self.variant).result(30.0)
             self.loads.forget()
+            time.sleep(_SETTLE_S)
+            begun = time.perf_counter()
             self.worker.load(self.variant).result(30.0)
+            ended = time.perf_counter()
+            spent, tokens = spent + ended - begun, tokens + self.tokens(begun, ended)
+        return spent * 1e3 * self.plan.rows / max(tokens, 1)
+
+    def between(self, what: Callable[[], None]) -> float:
+        """Milliseconds between two tokens of a row while something is done."""
+        begun = time.perf_counter()
+        what()
+        ended = time.perf_counter()
+        tokens = self.tokens(begun, ended)
+        return (ended - begun) * 1e3 * self.plan.rows / max(tokens, 1)
+
+    def tokens(self, begun: float, ended: float) -> int:
+        """How many all rows got in this time."""
+        return sum(count for at, count in list(self.seen) if begun <= at <= ended)
 
 
 def project(figures: dict[str, Any]) -> dict[str, Any]:

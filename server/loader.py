@@ -10,6 +10,7 @@ there may hang here without holding up any other; what it holds counts until it 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -283,13 +284,19 @@ def _failure(variant: Variant, attempt: int, error: Exception) -> LoadFailed:
     return LoadFailed(variant.digest, attempt, "load_failed", message)
 
 
-def _spawn_thread(task: Callable[[], None]) -> None:
-    def run() -> None:
-        try:  # of this thread alone, and of those that it starts
-            niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness + _NICENESS)
-        except OSError:
-            pass
-        task()
+def behind_others[A, R](stage: Callable[[A], R]) -> Callable[[A], R]:
+    """A stage that gives its thread, and those that it starts, less of the processors than decoding
+    gets. Not for what keeps the interpreter for long: who waits for it would wait for its turn."""
 
-    threading.Thread(target=run, name="zen-load", daemon=True).start()
+    def run(argument: A) -> R:
+        with contextlib.suppress(OSError):
+            thread = threading.get_native_id()
+            niceness = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICENESS)
+        return stage(argument)
+
+    return run
+
+
+def _spawn_thread(task: Callable[[], None]) -> None:
+    threading.Thread(target=task, name="zen-load", daemon=True).start()

@@ -146,6 +146,11 @@ class Worker:
         """Whether the worker's thread serves: started, and neither stopped nor broken."""
         return self._started and not self._over
 
+    @property
+    def running(self) -> int:
+        """Rows in use, as of the last tick."""
+        return self._plan.running
+
     def start(self) -> None:
         """Begin to serve."""
         self._started = True

@@ -8,7 +8,8 @@ accelerator in memory that is pinned, from where devices fetch it by themselves.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ from zen_jax.layout import EMBED, HEAD, ParamSpec, map_specs
 from zen_jax.sharding import Placement
 
 _PINNED = "pinned_host"
+# A load beside requests works for so long, then rests for so many times that.
+_WORK_S, _RESTS = 0.001, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +36,14 @@ class Staging:
       store: where they are read.
       schema: the bank's shapes.
       placement: the mesh, or None for one device.
+      busy: whether requests decode on the processors that a load works on; it then rests for twice
+        as long as it works, a few milliseconds each time.
     """
 
     store: Store
     schema: BankSchema
     placement: Placement | None = None
+    busy: Callable[[], bool] = lambda: False
 
     @property
     def slot_bytes(self) -> int:
@@ -59,8 +65,10 @@ class Staging:
             for file in own:
                 of_file.setdefault(file, []).append(sources)
         lock = threading.Lock()
+        rest = _Rest(self.busy)
 
         def hear(raw: RawVariant, file: str) -> None:
+            rest.after_a_while()
             for sources in of_file.get(file, ()):
                 with lock:
                     left[sources] -= 1
@@ -116,6 +124,21 @@ class Staging:
             )
 
         return DeltaBank(map_specs(parts, self.schema.held.config), where(()))
+
+
+class _Rest(threading.local):
+    """Has a thread sleep now and then, so that others have its processor meanwhile."""
+
+    def __init__(self, busy: Callable[[], bool]) -> None:
+        self._busy, self._since = busy, time.thread_time()
+
+    def after_a_while(self) -> None:
+        """Sleeps if the thread has worked for long enough and somebody needs the processor."""
+        worked = time.thread_time() - self._since
+        if worked > _WORK_S:
+            if self._busy():
+                time.sleep(_RESTS * worked)
+            self._since = time.thread_time()
 
 
 def _together(

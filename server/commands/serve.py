@@ -19,6 +19,7 @@ def run(path: Path, options: app.ServeOptions) -> bool:
 
         def ready(server: app.ZenServer) -> None:
             bar.close()
+            app.settle_memory()
             names = ", ".join(store.names()) or "no variant yet"
             console.say(f"ready on {server.address}: base, {names}")
 

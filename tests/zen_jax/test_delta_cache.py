@@ -64,7 +64,7 @@ class Table:
     def resident(self, holder: int, which: Variant) -> None:
         """Request, load and lease."""
         attempt = self.start(holder, which)
-        actions = self("loaded", which.digest, attempt, 100)
+        actions = self("fetched", which.digest, attempt, 100)
         assert isinstance(actions[-1], Grant)
 
 
@@ -144,8 +144,7 @@ def test_a_pinned_variant_stays():
     table.now = 1.0
     table("release", 3)
     table("unpin", A.digest)
-    attempt = table.start(4, B)
-    assert table("fetched", B.digest, attempt, 100)[0] == Evicted(A.digest, 0)
+    assert table("request", 4, B)[0] == Evicted(A.digest, 0)  # its copy was in host memory
 
 
 def test_pinning_loads_and_leaves_a_slot_for_the_others():
@@ -232,8 +231,8 @@ def test_patience_takes_a_slot_from_a_variant_that_is_never_idle():
     assert table("request", 4, A) == ()  # A gives no new lease, B's wait is bounded
     table("release", 1)
     actions = table("release", 3)
-    assert actions[:3] == (Evicted(A.digest, 0), WriteSlot(B, 0, ANY), Grant(2, 0))
-    assert isinstance(actions[3], StartLoad) and actions[3].variant == A
+    assert actions == (Evicted(A.digest, 0), WriteSlot(B, 0, ANY), Grant(2, 0))
+    assert table("release", 2)[-1] == Grant(4, 0), "and then A again, from host memory"
 
 
 def test_a_slot_that_was_to_make_room_stays_when_nobody_needs_the_room():
@@ -263,7 +262,7 @@ def test_unload_waits_for_the_leases_and_then_the_variant_may_come_again():
     table = Table()
     table.resident(1, A)
     table("pin", A)
-    assert table("unload", A.digest) == ()
+    assert table("unload", A.digest) == (DropHost(A.digest),)
     assert table("request", 2, A) == ()
     evicted, start = table("release", 1)
     assert evicted == Evicted(A.digest, 0)
@@ -275,7 +274,7 @@ def test_unload_of_an_idle_variant_frees_its_slot_at_once():
     table = Table()
     table.resident(1, A)
     table("release", 1)
-    assert table("unload", A.digest) == (Evicted(A.digest, 0),)
+    assert table("unload", A.digest) == (DropHost(A.digest), Evicted(A.digest, 0))
     assert not table.cache.entries
     assert table("unload", A.digest) == ()
 
@@ -318,6 +317,83 @@ def test_a_transition_leaves_the_table_before_it_as_it_was():
     assert not before.entries and not before.holders
     with pytest.raises(TypeError):
         table.cache.entries[B.digest] = table.cache.entries[A.digest]  # pyright: ignore[reportIndexIssue]
+
+
+def test_what_is_queued_is_read_into_host_memory_while_no_slot_is_free():
+    table = Table(slots=1, max_staged=1)
+    table.resident(1, A)
+    table("fetched", B.digest, table.start(2, B), 100)  # staged, waits for A's slot
+    attempt = table.start(3, C)
+    assert table("fetched", C.digest, attempt, 100) == ()
+    assert C.digest in table.cache.host
+    actions = table("release", 1)
+    assert actions[:3] == (Evicted(A.digest, 0), WriteSlot(B, 0, ANY), Grant(2, 0))
+    assert not any(isinstance(action, StartLoad) for action in table("release", 2))
+
+
+def test_who_leaves_the_device_keeps_its_copy_and_comes_back_without_the_disk():
+    table = Table(slots=1)
+    table.resident(1, A)
+    table("release", 1)
+    table.resident(2, B)
+    table("release", 2)
+    actions = table("request", 3, A)
+    assert actions == (Evicted(B.digest, 0), WriteSlot(A, 0, ANY), Grant(3, 0))
+
+
+def test_host_memory_never_passes_its_budget_and_the_least_worth_makes_room():
+    load = 2 * 100  # of the shapes as fused and as fitted
+    table = Table(slots=3, host_bytes=load + 100, policy=Policy(pinned=0))
+    table.resident(1, A)
+    table.now = 1.0
+    table.resident(2, B)  # beside A's copy there is room for one load
+    table.now = 2.0
+    drop, start = table("request", 3, C)
+    assert (drop, start) == (DropHost(A.digest), StartLoad(C, ANY))
+    assert table.cache.host_used == load + 100
+
+
+def test_a_variant_that_host_memory_has_no_room_for_is_refused_by_name_and_size():
+    table = Table(slots=1, host_bytes=199)
+    (refusal,) = table("request", 1, A)
+    assert isinstance(refusal, Refuse) and refusal.kind == "does_not_fit"
+    assert "zen4-a takes 200 bytes" in refusal.message and "--host-bytes" in refusal.message
+
+
+@pytest.mark.parametrize("stage", ["read", "verify", "put", "commit"])
+def test_each_stage_has_a_deadline_of_its_own(stage: str):
+    settings = {"read_s": 1.0, "verify_s": 2.0, "put_s": 3.0, "commit_s": 4.0}
+    table = Table(slots=1, **settings)
+    table.by_hand = {StartPut, WriteSlot}
+    attempt = table.start(1, A)
+    if stage != "read":
+        table("advanced", A.digest, attempt, "verify")
+    if stage in ("put", "commit"):
+        (put,) = table("fetched", A.digest, attempt, 100)
+        attempt = put.attempt
+    if stage == "commit":
+        assert table("loaded", A.digest, attempt, 100) == (WriteSlot(A, 0, attempt),)
+    assert table.cache.wake_at == settings[f"{stage}_s"]
+    table.now = table.cache.wake_at
+    (*given_up, refusal) = table("tick")
+    assert isinstance(refusal, Refuse) and (refusal.holder, refusal.kind) == (1, "timed_out")
+    assert f"longer than {settings[f'{stage}_s']:g} s" in refusal.message
+    assert given_up == ([] if stage == "commit" else [AbandonLoad(A.digest, attempt)])
+    assert table.cache.slot(A.digest) is None
+    table.by_hand.clear()
+    table.now += 1.0
+    assert table("request", 2, A), "it is tried again"
+
+
+def test_a_load_that_was_given_up_counts_until_it_has_ended():
+    table = Table(slots=2, read_s=1.0, host_bytes=399)
+    attempt = table.start(1, A)
+    table.now = 1.0
+    table("tick")
+    assert table.cache.host_used == 200
+    assert table("request", 2, B) == (), "there is no room beside what may hang"
+    (start,) = table("ended", attempt)
+    assert start == StartLoad(B, ANY)
 
 
 @pytest.mark.parametrize(
