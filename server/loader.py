@@ -178,7 +178,7 @@ class Loader:
             task = self._tasks[attempt]
             if task.wanted:
                 self._host[variant.digest] = attempt, tree
-        _log.debug(
+        _log.info(
             "read %s version %d: %d bytes in %.3f s",
             *(variant.name, variant.version, size, self._clock() - task.began),
         )

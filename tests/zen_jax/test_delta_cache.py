@@ -370,6 +370,7 @@ def test_each_stage_has_a_deadline_of_its_own(stage: str):
         table("advanced", A.digest, attempt, "verify")
     if stage in ("put", "commit"):
         (put,) = table("fetched", A.digest, attempt, 100)
+        assert isinstance(put, StartPut)
         attempt = put.attempt
     if stage == "commit":
         assert table("loaded", A.digest, attempt, 100) == (WriteSlot(A, 0, attempt),)
