@@ -411,3 +411,42 @@ def test_settings_out_of_range_are_named(settings: dict[str, float]):
     name = list(settings)[-1]
     with pytest.raises(ValueError, match=f"{name} is {settings[name]}"):
         CacheConfig(**settings)  # pyright: ignore[reportArgumentType]
+
+
+def test_no_more_than_max_staged_lie_beside_the_bank():
+    table = Table(slots=4, max_loads=3, max_staged=1)
+    table.by_hand = {StartPut, WriteSlot}
+    attempts = [table.start(i, which) for i, which in enumerate((A, B, C))]
+    (put,) = table("fetched", A.digest, attempts[0], 100)
+    assert put == StartPut(A, ANY)
+    assert table("fetched", B.digest, attempts[1], 100) == ()
+    assert table("fetched", C.digest, attempts[2], 100) == ()
+
+
+def test_the_most_asked_for_stays_though_it_was_used_last_of_all():
+    table = Table(slots=2, policy=Policy(pinned=1))
+    table.resident(0, A)
+    table("release", 0)
+    for holder in range(1, 20):
+        assert table("request", holder, A) == (Grant(holder, 0),)
+        table("release", holder)
+    assert table.cache.kept == {A.digest}
+    table.now = 300.0
+    table.resident(30, B)
+    table("release", 30)
+    attempt = table.start(31, C)
+    assert table("fetched", C.digest, attempt, 100)[0] == Evicted(B.digest, 1)
+
+
+def test_a_version_that_another_took_over_from_is_the_next_to_go():
+    table = Table(slots=3, policy=Policy(pinned=0))
+    newer = replace(A, version=2, digest="digest-a2")
+    table.resident(1, A)
+    table.resident(2, newer)
+    table.now = 1.0
+    table("release", 1)
+    table("release", 2)
+    table.resident(3, B)
+    table("release", 3)
+    attempt = table.start(4, C)
+    assert table("fetched", C.digest, attempt, 100)[0] == Evicted(A.digest, 0)
