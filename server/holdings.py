@@ -45,33 +45,30 @@ class Holdings:
     def _wanted(self, job: Job, start: int) -> int:
         """Positions that are reserved when a request gets its row: all that it has to read, or with
         a window what the first call reads."""
-        whole = len(job.request.token_ids) + len(job.tokens)
+        whole = len(job.request.token_ids)
         if self._config.reach is None:
             return whole
         return min(whole, start + max(length for _, length in self._config.shapes))
 
     # Prefixes.
 
-    def named(self, job: Job, positions: int | None = None) -> Job:
-        """A request with the keys of its whole pages, up to a position, or of all that it has."""
+    def named(self, job: Job) -> Job:
+        """A request with the keys of its prompt's whole pages.
+
+        What it generates has none: a decode step sums in another way than the reading of a prompt,
+        so an answer would depend on which of the two had made the pages that it found.
+        """
         config, request = self._config, job.request
-        if not config.share_prefixes or request.sampling.prompt_logprobs is not None:
+        if job.keys or not config.share_prefixes or request.sampling.prompt_logprobs is not None:
             return job
-        size = config.page_size
-        tokens = request.token_ids + job.tokens
-        count = (len(tokens) if positions is None else positions) // size
-        if count <= len(job.keys):
-            return job
-        root = job.root
-        if not root:
-            digest = "" if request.variant is None else request.variant.digest
-            root = prefix_cache.root(request.tenant, digest, config.base, size)
-        keys = prefix_cache.extend(root, job.keys, tokens[: count * size], size)
-        return replace(job, root=root, keys=keys)
+        size, tokens = config.page_size, request.token_ids
+        digest = "" if request.variant is None else request.variant.digest
+        root = prefix_cache.root(request.tenant, digest, config.base, size)
+        return replace(job, keys=prefix_cache.page_keys(root, tokens, size))
 
     def found(self, job: Job) -> tuple[int, ...]:
         """The pages that a request can begin with; one token at least is left to be read."""
-        tokens = len(job.request.token_ids) + len(job.tokens)
+        tokens = len(job.request.token_ids)
         keys = job.keys[: (tokens - 1) // self._config.page_size]
         if self._config.reach is None:
             return self.pool.find(keys)
@@ -82,7 +79,7 @@ class Holdings:
         """Whether half of what a request would read, or more, is just being read by another."""
         size, keys = self._config.page_size, job.keys
         there = len(self.found(job)) if keys else 0
-        left = len(job.request.token_ids) + len(job.tokens) - there * size
+        left = len(job.request.token_ids) - there * size
         for other in others:
             if other.kept == len(other.keys) or there >= len(keys):
                 continue
@@ -130,14 +127,13 @@ class Holdings:
         start = len(found) * size
         new = pool.take(self._pages_for(self._wanted(job, start)) - len(found))
         assert new is not None, "fits() said that there are enough"
-        whole = job.request.token_ids + job.tokens
         return replace(
             job,
             pages=found + new,
             kept=len(found),
             before=start,
             cached=job.cached if job.turn else min(start, len(job.request.token_ids)),
-            unread=whole[start:],
+            unread=job.request.token_ids[start:],
         )
 
     def grow(self, job: Job, position: int, end: int) -> Job | None:
@@ -165,13 +161,10 @@ class Holdings:
         return replace(job, pages=(NO_PAGE,) * first + pages[first:] + new)
 
     def confirm(self, job: Job) -> Job:
-        """A request whose newest token was read: whole pages before it are kept for others."""
-        positions = len(job.request.token_ids) + len(job.tokens) - 1
-        count = positions // self._config.page_size
+        """A request whose prompt was read, since a token after it was: its whole pages are kept for
+        others."""
+        count = len(job.keys)
         if count <= job.kept or not job.pages:
-            return job
-        job = self.named(job, positions)
-        if not job.keys:
             return job
         for key, page in zip(job.keys[job.kept : count], job.pages[job.kept : count], strict=True):
             if page != NO_PAGE:

@@ -73,11 +73,12 @@ class Job:
         turn: how often it was given a row.
         prefill_at: when it was first.
         tokens: of the answer, those that were read.
-        launched: how many tokens of the answer were launched at most, in this turn or before it.
-        unread: what its row has to hold and does not yet; none once it decodes.
+        made: how many tokens of the answer were read in this turn, those that an earlier turn had
+            made already among them.
+        launched: how many were launched at most, in this turn.
+        unread: of the prompt, what its row does not hold yet; none once it decodes.
         pages: of its row, from position 0 on, `NO_PAGE` where none is needed any more.
-        root: what the keys of its pages begin with, once one is known.
-        keys: of its first whole pages.
+        keys: of its prompt's whole pages.
         kept: how many of these pages are kept for others.
         before: tokens whose pages it found when it got its row.
         cached: tokens of the prompt, of these, when it first did.
@@ -92,10 +93,10 @@ class Job:
     prefill_at: float = 0.0
     first_at: float = 0.0
     tokens: tuple[int, ...] = ()
+    made: int = 0
     launched: int = 0
     unread: tuple[int, ...] = ()
     pages: tuple[int, ...] = ()
-    root: bytes = b""
     keys: tuple[bytes, ...] = ()
     kept: int = 0
     before: int = 0

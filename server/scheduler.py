@@ -8,8 +8,9 @@ A request waits for its variant in the cache's table and for a row in `ready`, i
 `turn`: of arrival, where a unit of priority is worth `ageing_s` of waiting, so that whoever comes
 much later goes behind in any case. One that waits for a variant is not in `ready`, so it holds up
 nobody. When no row is free the first in line takes the row of one that goes behind it and has less
-priority. That one goes back in line with the tokens that it has, which are read again with its
-prompt; what the device still computes for its lost row comes back under an older turn.
+priority. That one goes back in line; when it has a row again its prompt is read again and the
+tokens that it had are made again, by the same steps, so that they and all others are those of a
+row that was never lost. What the device still computes for a lost row comes under an older turn.
 
 A row needs pages of the cache for all its positions. They are taken before a call is launched;
 where there are too few, rows are lost in the same way, the last in line first, until those before
@@ -194,7 +195,10 @@ class _Draft:
     def sampled(self, ticket: Ticket, event: Sampled) -> None:
         job, tokens = self.jobs[ticket], event.tokens
         first_at = job.first_at if job.tokens else self.now
-        kept = tokens[: job.arrived.limit - len(job.tokens)]
+        # Those that it had before it lost its row were told already.
+        again = min(len(tokens), len(job.tokens) - job.made)
+        job = replace(job, made=job.made + len(tokens))
+        kept = tokens[again:][: job.arrived.limit - len(job.tokens)]
         stop = next((i for i, token in enumerate(kept) if token in job.arrived.stops), None)
         if stop is not None:
             kept = kept[: stop + 1]
@@ -205,7 +209,9 @@ class _Draft:
             finish = job.finish("length" if stop is None else "stop")
             finish = replace(finish, matched_stop=None if stop is None else kept[-1])
             self.end(ticket)
-        self.told.append(Emit(job.request.id, kept, finish, event.logprobs[: len(kept)]))
+        if kept:
+            own = event.logprobs[again:][: len(kept)]
+            self.told.append(Emit(job.request.id, kept, finish, own))
 
     def text_ended(self, ticket: Ticket) -> None:
         """End a request at a stop string; which one, and where, its stream knows."""
@@ -390,6 +396,8 @@ class _Draft:
             job,
             row=row,
             turn=job.turn + 1,
+            made=0,
+            launched=0,
             prefill_at=job.prefill_at if job.turn else self.now,
         )
 
@@ -424,18 +432,17 @@ class _Draft:
         parts: list[Part] = []
         for ticket, size in zip(waiting, sizes, strict=False):
             job = self.jobs[ticket]
-            start = len(job.request.token_ids) + len(job.tokens) - len(job.unread)
+            start = len(job.request.token_ids) - len(job.unread)
             if job.row is None or not self.reserve(ticket, start, start + size):
                 continue
             job = self.jobs[ticket]
             tokens, unread = job.unread[:size], job.unread[size:]
-            before = (job.request.token_ids + job.tokens)[:start] if start == job.before else ()
+            before = job.request.token_ids[:start] if start == job.before else ()
             assert job.row is not None and job.slot is not None
             part = Part(ticket, job.turn, job.arrived, job.row, job.slot, tokens, start, not unread)
             parts.append(replace(part, pages=job.pages, before=before))
             self.read_tokens += size
-            launched = job.launched if unread else len(job.tokens) + 1
-            self.jobs[ticket] = replace(job, unread=unread, launched=launched)
+            self.jobs[ticket] = replace(job, unread=unread, launched=int(not unread))
         if parts:
             self.device.append(Prefill(tuple(parts)))
 

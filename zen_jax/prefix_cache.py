@@ -26,20 +26,16 @@ def root(tenant: str, variant: str, base: str, page_size: int) -> bytes:
     return _hash(_FORM, tenant.encode(), variant.encode(), base.encode(), b"%d" % page_size)
 
 
-def extend(
-    before: bytes, keys: Sequence[bytes], tokens: Sequence[int], page_size: int
-) -> tuple[bytes, ...]:
+def page_keys(before: bytes, tokens: Sequence[int], page_size: int) -> tuple[bytes, ...]:
     """The keys of all whole pages of a sequence.
 
     Args:
       before: of `root`.
-      keys: of the first pages, where they are known already.
       tokens: of the sequence, from its beginning; a page that they do not fill gets no key.
       page_size: P.
     """
-    made = list(keys)
-    last = made[-1] if made else before
-    for start in range(len(made) * page_size, len(tokens) - page_size + 1, page_size):
+    made, last = [], before
+    for start in range(0, len(tokens) - page_size + 1, page_size):
         own = struct.pack(f"<{page_size}I", *tokens[start : start + page_size])
         last = _hash(last, own)
         made.append(last)

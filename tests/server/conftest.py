@@ -112,7 +112,6 @@ class FakeEngine:
         state: the newest there is.
         bank: likewise.
         read: how many tokens of prompts each call read.
-        resumed: how often a request was read with a part of its answer.
     """
 
     rows: int = 3
@@ -123,7 +122,6 @@ class FakeEngine:
     log: list[tuple[Any, ...]] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     read: list[int] = field(default_factory=list)
-    resumed: int = 0
     compiles: int = 0
     page_size: int = 16
     pages: int | None = None
@@ -201,7 +199,6 @@ class FakeEngine:
             self._look(bank, state, row, chunk.pages, chunk.start)
             for place in range(chunk.start, len(row.tokens)):
                 self._put(bank, state, row, chunk.pages, place)
-            self.resumed += chunk.last and len(row.tokens) > chunk.prompt
             if chunk.last:
                 tokens[i] = self._sample(bank, row)
                 own[i] = logprob_of(tokens[i], len(row.tokens) - 1)

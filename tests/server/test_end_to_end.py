@@ -216,7 +216,7 @@ async def until_waiting(server: ZenServer, count: int) -> None:
 
 def test_a_deadline_ends_a_stream_and_frees_its_row(client):
     with pytest.raises(ZenError, match="DEADLINE_EXCEEDED"):
-        client.generate("zen4-upper", "a\n", timeout_s=0.3, **ENDLESS)
+        client.generate("zen4-upper", "a\n", timeout_s=0.05, **ENDLESS)
     assert client.generate("zen4-upper", "table\n", temperature=0).text == "TABLE"
     assert client.list_variants().rows_active == 0
 

@@ -6,8 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from server.app import ServeOptions, make_worker, tokenizers_of
@@ -26,11 +24,9 @@ FIXED = EngineConfig(6, LENGTH, 64, 4, page_size=LENGTH)
 
 @pytest.fixture(scope="module")
 def engines(tiny_store: Path, compiled: Path) -> dict[bool, Engine]:
-    """Over a base in float32: in bfloat16 a decode step and a prompt differ in the last bits of a
-    product, so that what is read again may be another token where two are nearly even."""
     store = Store(tiny_store)
     schema = bank_schema(store, 3)
-    base = jax.tree.map(lambda x: x.astype(jnp.float32), read_base(store, schema.held))
+    base = read_base(store, schema.held)
     made = {paged: Engine(base, PAGED if paged else FIXED, schema) for paged in (True, False)}
     for engine in made.values():
         engine.warm_up()

@@ -45,12 +45,15 @@ def test_one_token_at_least_is_read(world: Any, make_request: Any) -> None:
     assert answered(world, make_request(prompt=LONG[:32], seed=9)) == [16]
 
 
-def test_an_answer_is_found_by_what_goes_on_from_it(world: Any, make_request: Any) -> None:
-    """As a conversation does: prompt, answer and more."""
+def test_of_a_conversation_the_prompt_is_found_and_the_answer_read(
+    world: Any, make_request: Any
+) -> None:
+    """A decode step sums otherwise: an answer would depend on who was here before."""
     request = make_request(prompt=LONG, max_tokens=20)
     assert answered(world, request) == [0]
     whole = (*LONG, *world.fake.answer_of(request, 20))
-    assert answered(world, make_request(prompt=(*whole[:49], 5), max_tokens=2)) == [48]
+    assert answered(world, make_request(prompt=(*whole[:49], 5), max_tokens=2)) == [32]
+    assert answered(world, make_request(prompt=(*whole[:49], 6), max_tokens=2)) == [48]
 
 
 def test_the_newest_token_is_not_in_its_page_yet(world: Any, make_request: Any) -> None:
@@ -169,8 +172,6 @@ def test_when_pages_run_out_the_last_in_line_goes_on_later(
     assert all(finish.cached_tokens == 0 for finish in ends), "what it had itself does not count"
     seen = world.worker.snapshot()
     assert seen.rows_lost >= 2 and seen.pages_held == 0
-    assert world.engine.resumed >= 2
-    assert seen.found_tokens >= 32, "and does not read all of it again"
 
 
 def test_a_request_with_priority_takes_pages(worlds: Any, make_request: Any) -> None:

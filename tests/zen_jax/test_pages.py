@@ -155,22 +155,21 @@ def test_bad_counts_are_named() -> None:
 def test_keys_name_everything_that_a_page_follows_from() -> None:
     tokens = list(range(40))
     start = prefix_cache.root("t", "v", "b", 8)
-    keys = prefix_cache.extend(start, (), tokens, 8)
+    keys = prefix_cache.page_keys(start, tokens, 8)
     assert len(keys) == len(set(keys)) == 5 and all(len(key) == 32 for key in keys)
-    assert prefix_cache.extend(start, keys[:2], tokens, 8) == keys, "known ones are gone on from"
-    assert prefix_cache.extend(start, (), tokens[:39], 8) == keys[:4], "a page in part has none"
-    changed = prefix_cache.extend(start, (), [*tokens[:9], 99, *tokens[10:]], 8)
+    assert prefix_cache.page_keys(start, tokens[:39], 8) == keys[:4], "a page in part has none"
+    changed = prefix_cache.page_keys(start, [*tokens[:9], 99, *tokens[10:]], 8)
     assert changed[0] == keys[0] and not set(changed[1:]) & set(keys)
     others = [("u", "v", "b", 8), ("t", "w", "b", 8), ("t", "v", "c", 8), ("t", "v", "b", 4)]
     moved = [("tv", "", "b", 8), ("", "tv", "b", 8), ("t", "vb", "", 8)]
     roots = {prefix_cache.root(*parts) for parts in [("t", "v", "b", 8), *others, *moved]}
     assert len(roots) == 8, "no part runs over into the next"
     for parts in [*others, *moved]:
-        again = prefix_cache.extend(prefix_cache.root(*parts), (), tokens, 8)
+        again = prefix_cache.page_keys(prefix_cache.root(*parts), tokens, 8)
         assert not set(again) & set(keys)
 
 
 def test_keys_are_those_of_any_process() -> None:
     """Two servers that share a cache some day agree: no hash of Python's own, no byte order."""
-    (key,) = prefix_cache.extend(prefix_cache.root("", "", "base", 2), (), [1, 70000], 2)
+    (key,) = prefix_cache.page_keys(prefix_cache.root("", "", "base", 2), [1, 70000], 2)
     assert key.hex() == ("4f8cbcbdc8728bd50870de41b4213b22950adfc5fd082e3f0fe5e0655dbd977a")

@@ -354,7 +354,7 @@ def what_was_launched(world: World) -> Counter[str]:
             kinds["later parts"] += any(start for _, _, start in what)
             kinds["prompts together"] += len(what) > 1
     kinds["writes"] = world.engine.count("write_slot")
-    kinds["displaced"] = world.engine.resumed
+    kinds["displaced"] = world.worker.snapshot().rows_lost
     kinds["found"] = world.worker.snapshot().found_tokens
     return kinds
 
