@@ -6,13 +6,11 @@ those that run finish within a set time, and then closes.
 """
 
 import asyncio
-import errno
 import functools
 import gc
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from jax.sharding import Mesh
 
+from server.address import PortInUse, why_not
 from server.admin import VariantService
 from server.incoming import Limits
 from server.loader import Loader, Stages, behind_others
@@ -70,10 +69,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
-
-
-class PortInUse(ValueError):
-    """The address cannot be listened on."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +200,7 @@ class ZenServer:
         try:
             port = server.add_insecure_port(where)
         except RuntimeError:
-            why = await asyncio.to_thread(_why_not, self._options.host, self._options.port)
+            why = await asyncio.to_thread(why_not, self._options.host, self._options.port)
             raise PortInUse(f"cannot listen on {where}; {why or 'gRPC refuses it'}") from None
         self.address = f"{self._options.host}:{port}"
         await self._set_health(LIVE, VARIANTS)
@@ -253,6 +248,11 @@ class ZenServer:
             self._heartbeat.cancel()
         finished = True
         if self.worker is not None:
+            _log.info(
+                "stopping: %d requests are under way and have %g s to end",
+                self._generate.in_flight,
+                self._options.drain_s,
+            )
             finished = await asyncio.to_thread(self.worker.drain, self._options.drain_s)
         # Their last words may still be waiting for a slow reader.
         finished &= await self._generate.idle(self._options.write_timeout_s)
@@ -285,37 +285,6 @@ class ZenServer:
                 await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
-def check_address(host: str, port: int) -> None:
-    """Sees whether a server can listen there now.
-
-    Raises:
-        PortInUse: it cannot, and why.
-    """
-    why = _why_not(host, port)
-    if why is not None:
-        raise PortInUse(f"cannot listen on {host}:{port}; {why}")
-
-
-def _why_not(host: str, port: int) -> str | None:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError):
-        return f"the host {host!r} cannot be resolved"
-    family, kind, protocol, _, address = found[0]
-    try:
-        with socket.socket(family, kind, protocol) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(address)
-            trial.listen()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return "is another server there? --port 0 takes a free port"
-        if error.errno == errno.EADDRNOTAVAIL:
-            return "this machine has no such address; --host 0.0.0.0 takes all it has"
-        return (error.strerror or type(error).__name__).lower()
-    return None
-
-
 def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Engine:
     """Reads the base of a store onto the devices and compiles everything that serving needs.
 
@@ -334,6 +303,7 @@ def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Eng
         page_size=options.page_size,
         kv_dtype=options.kv_dtype,
     )
+    _check_memory(options, Staging(store, schema).slot_bytes)
     if options.kv_bytes is not None:
         sizes = sizes.within(config, options.kv_bytes)
     mesh = _mesh(options.devices)
@@ -380,6 +350,31 @@ def settle_memory() -> None:
     of a second; for a process that serves from here on."""
     gc.collect()
     gc.freeze()
+
+
+def _check_memory(options: ServeOptions, slot_bytes: int) -> None:
+    """Sees at once what would fail after minutes, or at the first request.
+
+    Raises:
+        ValueError: more memory is to be used than there is, or too little to load a variant.
+    """
+    most = _device_bytes()
+    if options.kv_bytes is not None and options.kv_bytes > most:
+        raise ValueError(
+            f"kv_bytes is {options.kv_bytes}; the devices have {most} bytes of memory in all"
+        )
+    if options.host_bytes is not None and options.host_bytes < slot_bytes:
+        raise ValueError(
+            f"host_bytes is {options.host_bytes}; expected no less than the {slot_bytes} that a "
+            "variant takes in the bank, and most take three times as much while they are loaded"
+        )
+
+
+def _device_bytes() -> int:
+    """Of memory on all devices; on a CPU, this machine's."""
+    if jax.default_backend() == "cpu":
+        return _memory_bytes()
+    return sum((device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.devices())
 
 
 def _memory_bytes() -> int:

@@ -312,7 +312,7 @@ def bench_decode(
         list[int] | None, typer.Option(min=1, help="Variants among the rows; again for more.")
     ] = None,
     model: Annotated[
-        str, typer.Option(help="smollm2-135m or 1b (random weights), or a store's folder.")
+        str, typer.Option(help="smollm2-135m, 1b or 8b (random weights), or a store.")
     ] = "smollm2-135m",
     context: Annotated[int, typer.Option(min=1, help="Tokens in each row's cache.")] = 64,
     products: Annotated[

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?)?B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGTPE]i?)?B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 
 
 def byte_count(text: str) -> int:

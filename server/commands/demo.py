@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from server import console, demo
-from server.app import check_address, running
+from server.address import check_address
+from server.app import running
 from server.demo import Answer, Findings, Member
 
 _PROBES = 32

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from server import app
+from server.address import PortInUse
 from server.app import GENERATE, LIVE, VARIANTS, ServeOptions, ZenServer, running
 from server.client import AsyncZenClient, ZenClient, ZenError
 from zen.v1 import variants_pb2, variants_pb2_grpc
@@ -126,7 +127,7 @@ async def test_reflection_lists_the_services(server):
 async def test_a_port_has_one_server(server, tiny_store):
     port = int(server.address.split(":")[1])
     second = ZenServer(Store(tiny_store), ServeOptions(port=port))
-    with pytest.raises(app.PortInUse, match=str(port)):
+    with pytest.raises(PortInUse, match=str(port)):
         await second.start()
 
 
@@ -187,9 +188,17 @@ def test_options_that_cannot_be(make: Callable[[], ServeOptions]):
         make()
 
 
-@pytest.mark.parametrize("options", [ServeOptions(port=0, max_length=257), ServeOptions(devices=9)])
-async def test_options_that_do_not_fit_the_model_or_the_machine(tiny_store, options):
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (ServeOptions(port=0, max_length=257), "257"),
+        (ServeOptions(devices=9), "9"),
+        (ServeOptions(kv_bytes=1 << 60), "kv_bytes is 1152921504606846976; the devices have"),
+        (ServeOptions(host_bytes=100), "host_bytes is 100; expected no less than the"),
+    ],
+)
+async def test_options_that_do_not_fit_the_model_or_the_machine(tiny_store, options, told):
     server = ZenServer(Store(tiny_store), options)
-    with pytest.raises(ValueError, match="257|9"):
+    with pytest.raises(ValueError, match=told):
         await server.load()
     await server.stop()

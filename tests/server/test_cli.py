@@ -383,7 +383,7 @@ def test_what_a_model_wrote_cannot_steer_a_terminal(terminal, monkeypatch, capsy
 )
 def test_sizes_are_read_as_people_write_them(text: str, bytes_: int):
     assert kv_options.byte_count(text) == bytes_
-    for wrong in ("", "-1", "1 PB", "MiB", "1,5GB", "nan"):
+    for wrong in ("", "-1", "1 ZB", "MiB", "1,5GB", "nan"):
         with pytest.raises(ValueError, match="is no size; expected one as 512MiB"):
             kv_options.byte_count(wrong)
 
@@ -454,6 +454,7 @@ def test_a_signal_lets_what_runs_finish(serving, number):
         assert stream.generation.completion.usage.completion_tokens == 60
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0
-    read, loaded = err.splitlines()
+    read, loaded, stopping = err.splitlines()
     assert "INFO server.loader: read tiny-a version 1" in read
     assert "INFO server.loader: loaded tiny-a version 1" in loaded
+    assert "INFO server.app: stopping: " in stopping

@@ -90,9 +90,7 @@ class Store:
         if create:
             self._create()
         elif not any(_is_folder(self.path / name) for name in (BASE, VARIANTS)):
-            raise NotAStore(
-                f"{path} is not a store; make one with `zen convert base SRC {self.path.name}`"
-            )
+            raise NotAStore(f"{path} is not a store; make one with `zen convert base SRC STORE`")
 
     def _create(self) -> None:
         if self.path.exists() and not self.path.is_dir():
