@@ -68,7 +68,10 @@ def test_figures_are_printed_and_written(
         (("--store", "{missing}"), "there is no store {missing}; `make models`"),
         (("--store", "{peers}"), "is not a store"),
         (("--store", "{store}", "--threads", "100000"), "threads is 100000"),
-        (("--store", "{store}", "--products", "int8"), "'int8' is not one of 'float32', 'bfloat16'"),
+        (
+            ("--store", "{store}", "--products", "int8"),
+            "'int8' is not one of 'float32', 'bfloat16'",
+        ),
         (("--store", "{store}", "--json", "{missing}/f"), "No such file"),
         (("--rounds", "0"), "greater than or equal to 1"),
     ],
