@@ -19,6 +19,8 @@ from pallas_kernels.aot import forms, h100
 from pallas_kernels.aot.compile import Report, report
 from pallas_kernels.bitdelta_matmul import mosaic, mosaic_rows, mosaic_unpack
 from pallas_kernels.bitdelta_matmul import mosaic_layout as layout
+from pallas_kernels.decode_attention.ops import decode_attention
+from pallas_kernels.paged_attention.pages import Pages
 
 
 def complaints(made: Report) -> list[str]:
@@ -148,7 +150,27 @@ def embedding() -> dict[str, int]:
     return {"temporary_bytes": made.temporary_bytes}
 
 
+def paged_attention(implementation: Any) -> dict[str, int]:
+    """A decode step's attention over pages: 16 rows of 1,024 positions, heads as Llama-3.1-8B."""
+    on, rows, positions, size = h100.mesh(model=1), 16, 1024, 32
+    kv_heads, group, head = 8, 4, 128
+
+    def attend(qkv: Any, k: Any, v: Any, table: Any, at: Any, cos: Any, sin: Any) -> Any:
+        return decode_attention(
+            qkv, Pages(k, v), table, at, (cos, sin), implementation=implementation
+        )
+
+    pool = ((rows * positions // size, size, kv_heads, head), jnp.bfloat16)
+    angle = ((rows, head // 2), jnp.float32)
+    shapes = [((rows, kv_heads, group + 2, head), jnp.bfloat16), pool, pool]
+    shapes += [((rows, positions // size), jnp.int32), ((rows,), jnp.int32), angle, angle]
+    made = report(attend, *(h100.argument(on, *each) for each in shapes), on=on)
+    gathered = 2 * 2 * rows * positions * kv_heads * head
+    return {"temporary_bytes": made.temporary_bytes, "gathered_bytes": gathered}
+
+
 if __name__ == "__main__":
-    cases = {"slow": slow(), "spilling": spilling(), "embedding": embedding()}
+    cases: dict[str, Any] = {"slow": slow(), "spilling": spilling(), "embedding": embedding()}
     cases["sharded"] = {of: sharded(of) for of in ("outputs", "inputs")}
+    cases["paged"] = {of: paged_attention(of) for of in ("auto", "xla")}
     print(json.dumps(cases))

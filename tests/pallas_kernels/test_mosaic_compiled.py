@@ -112,3 +112,10 @@ def test_nothing_is_gathered(of: str, reduces: bool, cases: dict[str, Any]) -> N
 
 def test_an_embedding_is_not_unpacked_whole(cases: dict[str, Any]) -> None:
     assert cases["embedding"]["temporary_bytes"] < 1 << 20
+
+
+@pytest.mark.parametrize("of", ["auto", "xla"])
+def test_attention_to_pages_holds_what_it_gathers(of: str, cases: dict[str, Any]) -> None:
+    """And no whole cache beside it, in float32 or as it lies."""
+    made = cases["paged"][of]
+    assert made["temporary_bytes"] < 2.2 * made["gathered_bytes"], made
