@@ -8,6 +8,7 @@ and decodes others while it is loaded.
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +48,10 @@ _PIECE = 2**20
 # What the projection assumes: the specification's variant, its cards, and what each reads a second.
 _BYTES, _CARDS, _CARD_BYTES_S, _WANTED_MS = 8.75e9, 8, 5.5e9, 200.0
 _CHANGE = 1e-3
+# What an unload or a first token leaves to be done is over after it; nothing tells of its end.
 _SETTLE_S = 0.1
+# More than any load takes, by far.
+_GIVE_UP_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -222,18 +226,20 @@ class _Serving:
         """Several requests for a cold variant at once: how many loads they start."""
         self.loads.forget()
         before = self.worker.snapshot().loads
-        left = self.plan.waiting
+        left, over = self.plan.waiting, threading.Event()
 
         def heard(event: TokenEvent | Failure) -> None:
             nonlocal left
             if isinstance(event, Failure):
                 self.failures.append(event)
             left -= isinstance(event, Failure) or event.finish is not None
+            if not left:
+                over.set()
 
         for _ in range(self.plan.waiting):
             self.ask(self.variant, 1, heard)
-        while left:
-            time.sleep(0.002)
+        if not over.wait(_GIVE_UP_S):
+            raise ValueError(f"{left} requests were not answered within {_GIVE_UP_S:g} s")
         self.check()
         loads = self.worker.snapshot().loads - before
         return {"requests_waiting": self.plan.waiting, "loads_started": loads}
@@ -281,6 +287,7 @@ class _Serving:
     def quiet(self) -> float:
         """Milliseconds between two tokens of a row, without a load."""
         time.sleep(_SETTLE_S)
+        # The time that is measured: others decode in it.
         return self.between(lambda: time.sleep(self.plan.window_s))
 
     def loading(self) -> float:

@@ -70,7 +70,8 @@ class FakeBank:
     numbers: list[int | None]
     donated: bool = False
 
-    is_deleted = lambda self: self.donated  # noqa: E731
+    def is_deleted(self) -> bool:
+        return self.donated
 
 
 @dataclass

@@ -58,7 +58,7 @@ def test_report_11_a_failed_load_leaves_nothing_and_is_tried_again_after_a_back_
     assert again.failure is not None and again.failure.retry_after_s <= 0.05, "it backs off"
     world.errors.clear()
     world.engine.broken.clear()
-    time.sleep(0.06)
+    time.sleep(0.06)  # the back-off of 0.05 s, by the worker's own clock
     request = make_request(fake.variant("a"))
     assert world.answer(request).tokens == fake.answer_of(request, 4)
     assert world.left() == (0, 0, 0, 0)

@@ -65,7 +65,7 @@ async def until(condition: Callable[[], bool]) -> None:
         while True:
             if condition():
                 return
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)  # a poll with an end: a snapshot tells nobody of its change
 
 
 async def started(stream: Any) -> Any:
