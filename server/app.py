@@ -12,30 +12,31 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import grpc
 import jax
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from jax.sharding import Mesh
 
 from server.address import PortInUse, why_not
 from server.admin import VariantService
+from server.health import GENERATE, VARIANTS, Health, watch
 from server.incoming import Limits
 from server.loader import Loader, Stages, behind_others
 from server.router import Router
+from server.serve_options import ServeOptions
 from server.service import GenerateService
 from server.status import ErrorInterceptor
 from server.worker import Worker
-from zen.v1 import generate_pb2, generate_pb2_grpc, variants_pb2, variants_pb2_grpc
+from zen.v1 import generate_pb2_grpc, variants_pb2_grpc
 from zen_jax.checkpoint.load import bank_schema, read_base
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.checkpoint.store import Store
 from zen_jax.engine import Engine, EngineConfig
-from zen_jax.eviction import Policy
 from zen_jax.programs import keep_compiled
 from zen_jax.residency import CacheConfig
 from zen_jax.sharding import Placement, make_mesh
@@ -47,15 +48,8 @@ _log = logging.getLogger(__name__)
 # What is being done, how many steps are done, how many there are.
 type Progress = Callable[[str, int, int], None]
 
-# Names that grpc.health.v1 knows beside those of the services. LIVE answers whether the process
-# works at all; the empty name and GenerateService answer whether it takes requests.
-LIVE = "live"
-GENERATE = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name
-VARIANTS = variants_pb2.DESCRIPTOR.services_by_name["VariantService"].full_name
-
 _MAX_LENGTH = 1024
 _TOKENIZERS_KEPT = 256
-_HEARTBEAT_S = 0.5
 # After the last answer was written: for what is still on its way to the clients.
 _CLOSING_S = 1.0
 
@@ -69,85 +63,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """How to serve a store.
-
-    Attributes:
-        host: the address to listen on.
-        port: 0 takes a free one.
-        rows: requests that run at once.
-        slots: variants that can be resident at once; None takes as many as the store has, at
-            most 14.
-        max_length: tokens of a request, prompt and answer together; None takes the model's limit,
-            at most 1,024.
-        inbox: requests that may wait for a row before more are refused.
-        half_life_s: in which a request for a variant counts half, in seconds.
-        pinned: how many of the variants most asked for stay in memory; at most slots - 1 do.
-        idle_after_s: a variant that was not used for so long goes first, in seconds.
-        host_bytes: of host memory for variants beside the bank, and for loading; None takes a
-            quarter of the machine's memory.
-        devices: to shard the base over; None takes all accelerators, or one CPU.
-        drain_s: how long requests that run may go on when the server stops, in seconds.
-        write_timeout_s: how long a client may leave what was sent unread, in seconds.
-        products: what activations are rounded to just before a weight, "float32" (not at all) or
-            "bfloat16".
-        kv_bytes: of keys and values; None takes what all rows need at their longest.
-        kv_dtype: what keys and values are kept as, see `EngineConfig`; None takes activations'.
-        page_size: positions of a page of the cache, a multiple of 16.
-        prefix_cache: whether prompts that begin alike share pages.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 50051
-    rows: int = 16
-    slots: int | None = None
-    max_length: int | None = None
-    inbox: int = 64
-    half_life_s: float = 300.0
-    pinned: int = 6
-    idle_after_s: float = 600.0
-    host_bytes: int | None = None
-    devices: int | None = None
-    drain_s: float = 30.0
-    write_timeout_s: float = 10.0
-    products: str = "float32"
-    kv_bytes: int | None = None
-    kv_dtype: str | None = None
-    page_size: int = 32
-    prefix_cache: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "slots", "inbox", "devices", "kv_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"port is {self.port}; expected 0 to 65535")
-        if self.host_bytes is not None and self.host_bytes < 0:
-            raise ValueError(f"host_bytes is {self.host_bytes}; expected at least 0")
-        for name in ("drain_s", "write_timeout_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}; expected seconds")
-        if self.products not in ("float32", "bfloat16"):
-            raise ValueError(f"products is {self.products!r}; expected 'float32' or 'bfloat16'")
-
-        self.policy()
-
-    def policy(self) -> Policy:
-        """Which variants stay in memory.
-
-        Raises:
-            ValueError: a setting is out of range.
-        """
-        return Policy(
-            half_life_s=self.half_life_s,
-            recency_s=self.half_life_s,
-            pinned=self.pinned,
-            idle_after_s=self.idle_after_s,
-        )
 
 
 class _Stopped(Exception):
@@ -180,7 +95,7 @@ class ZenServer:
             write_timeout_s=options.write_timeout_s,
         )
         self._variants = VariantService(store, router)
-        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._health = Health(store, router)
         self._server: grpc.aio.Server | None = None
         self._heartbeat: asyncio.Task[None] | None = None
 
@@ -193,7 +108,7 @@ class ZenServer:
         server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_CHANNEL_OPTIONS)
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(self._generate, server)
         variants_pb2_grpc.add_VariantServiceServicer_to_server(self._variants, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         names = (GENERATE, VARIANTS, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         where = f"{self._options.host}:{self._options.port}"
@@ -203,7 +118,7 @@ class ZenServer:
             why = await asyncio.to_thread(why_not, self._options.host, self._options.port)
             raise PortInUse(f"cannot listen on {where}; {why or 'gRPC refuses it'}") from None
         self.address = f"{self._options.host}:{port}"
-        await self._set_health(LIVE, VARIANTS)
+        await self._health.started()
         await server.start()
         self._server = server
 
@@ -236,13 +151,15 @@ class ZenServer:
             engine.sizes.max_length, engine.config.vocab_size, vocabularies_of(self.store)
         )
         self._generate.accept(worker, limits)
-        await self._set_health("", GENERATE)
-        self._heartbeat = asyncio.create_task(self._watch(worker))
+        await self._health.ready()
+        self._heartbeat = asyncio.create_task(
+            watch(worker, self._health, self._options.hang_s, self._lost, time.monotonic)
+        )
 
     async def stop(self) -> bool:
         """Turns new calls away, lets those that run finish, closes; whether all finished."""
         self._stopping = True
-        await self._health.enter_graceful_shutdown()
+        await self._health.stopping()
         self._generate.refuse("the server is stopping")
         if self._heartbeat is not None:
             self._heartbeat.cancel()
@@ -266,23 +183,8 @@ class ZenServer:
         if self.worker is not None:
             threading.Thread(target=self.worker.stop, daemon=True).start()
 
-    async def _watch(self, worker: Worker) -> None:
-        """Says so when the engine has died; the port stays open to tell."""
-        while True:
-            await asyncio.sleep(_HEARTBEAT_S)
-            if not worker.alive:
-                break
+    def _lost(self) -> None:
         self._generate.refuse("the engine has stopped")
-        _log.error("the engine has stopped; no requests are taken any more")
-        for name in ("", GENERATE, LIVE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-
-    async def _set_health(self, *serving: str) -> None:
-        for name in ("", GENERATE, VARIANTS, LIVE):
-            if name in serving:
-                await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-            elif self.worker is None:
-                await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
 def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Engine:
@@ -338,7 +240,7 @@ def make_worker(
         Loader(Stages(behind_others(staging.read), staging.verify, engine.put)),
         config,
         tokenizers,
-        inbox_limit=options.inbox,
+        options.inbox_limits(),
         share_prefixes=options.prefix_cache,
         base=store.base().digest,
     )

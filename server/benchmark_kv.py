@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 import zen_jax
-from server.app import Progress, ServeOptions, ZenServer, running
+from server.app import Progress, ZenServer, running
 from server.client import ZenClient
 from server.demo import convert_family, read_family
 from server.events import Arrived, Decode, Emit, Event, Prefill, Sampled
 from server.jobs import SchedulerConfig
 from server.requests import Request
 from server.scheduler import initial, plan
+from server.serve_options import ServeOptions
 from zen_jax.benchmark import device_and_versions
 from zen_jax.benchmark_kv import decode_kinds, divergences
 from zen_jax.checkpoint.load import read_base

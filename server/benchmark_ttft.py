@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from server.app import Progress, ServeOptions, ZenServer, running
+from server.app import Progress, ZenServer, running
 from server.client import Stream, ZenClient
+from server.serve_options import ServeOptions
 from server.snapshot import WorkerSnapshot
 from zen_jax.benchmark import device_and_versions
 from zen_jax.checkpoint.manifest import BASE

@@ -13,10 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from server import cache_options as keep
-from server import cli_cache, console
-from server import kv_options as kv
+from server import cli_bench, cli_cache, cli_serve, console
 from server import sampling_options as choice
+from server.cli_types import Address, AsJson, Products, StorePath
 
 app = typer.Typer(
     name="zen",
@@ -34,9 +33,6 @@ Source = Annotated[
     Path,
     typer.Argument(metavar="SRC", help="A Hugging Face folder with safetensors, or a GGUF file."),
 ]
-StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print figures as JSON.")]
-Address = Annotated[str, typer.Option(help="The server's host:port.")]
 
 
 class Scale(StrEnum):
@@ -52,13 +48,6 @@ class Embed(StrEnum):
     bit = "bit"
     whole = "whole"
     shared = "shared"
-
-
-class Products(StrEnum):
-    """What activations are rounded to just before they meet a weight."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 @app.callback(invoke_without_command=True)
@@ -168,64 +157,7 @@ def generate(
     command.run(store, model, prompts, sampling, chat=chat, as_json=as_json)
 
 
-@app.command(epilog="Example: zen serve ./store --port 50051 --rows 32")
-def serve(
-    store: StorePath,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 50051,
-    rows: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 16,
-    slots: Annotated[
-        int | None,
-        typer.Option(min=1, help="Variants in memory at once; else all, at most 14."),
-    ] = None,
-    max_length: kv.MaxLength = None,
-    inbox: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait before more are refused.")
-    ] = 64,
-    half_life: keep.HalfLife = 300.0,
-    pinned: keep.Pinned = 6,
-    idle_after: keep.IdleAfter = 600.0,
-    host_bytes: keep.HostBytes = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices to shard over; else all accelerators.")
-    ] = None,
-    drain: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests get when it stops.")
-    ] = 30.0,
-    products: Annotated[
-        Products,
-        typer.Option(help="Activations at weights; bfloat16 reads prompts faster on a CPU."),
-    ] = Products.float32,
-    kv_bytes: kv.Bytes = None,
-    kv_dtype: kv.Dtype = None,
-    page_size: kv.PageSize = 32,
-    prefix_cache: kv.PrefixCache = True,
-) -> None:
-    """Serve a store over gRPC until SIGTERM or Ctrl-C; what runs then may finish."""
-    from server.app import ServeOptions
-    from server.commands import serve as command
-
-    options = ServeOptions(
-        host=host,
-        port=port,
-        rows=rows,
-        slots=slots,
-        max_length=max_length,
-        inbox=inbox,
-        half_life_s=half_life,
-        pinned=pinned,
-        idle_after_s=idle_after,
-        host_bytes=host_bytes,
-        devices=devices,
-        drain_s=drain,
-        products=products.value,
-        kv_bytes=kv_bytes,
-        kv_dtype=None if kv_dtype is None else kv_dtype.value,
-        page_size=page_size,
-        prefix_cache=prefix_cache,
-    )
-    if not command.run(store, options):
-        raise typer.Exit(1)
+app.command("serve", epilog=cli_serve.EXAMPLE)(cli_serve.serve)
 
 
 @app.command(epilog="Example: zen client zen4-coder 'def ' --max-tokens 64 --temperature 0")
@@ -390,6 +322,7 @@ def bench_ttft(
 
 
 bench.command("cache", epilog=cli_cache.CACHE_EXAMPLE)(cli_cache.bench_cache)
+bench.command("serve", epilog=cli_bench.SERVE_EXAMPLE)(cli_bench.bench_serve)
 bench.command("coldstart", epilog=cli_cache.COLD_EXAMPLE)(cli_cache.bench_coldstart)
 
 

@@ -5,7 +5,9 @@
         for text in zen.stream("zen4-writer", "It was", max_tokens=64):
             print(text, end="", flush=True)
 
-They retry nothing: a request that failed says why in a `ZenError`.
+A request that failed says why in a `ZenError`. One that was refused because the server has no room
+or is about to start or stop, or that found no server, is asked again a few times first, as long as
+nothing of its answer has come; see `server.client_retries`.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import Any, Self, TypedDict, Unpack
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
+from server.client_retries import Refusal, Retries, Tries
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc, variants_pb2, variants_pb2_grpc
 
@@ -27,9 +30,10 @@ _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 # A time limit above it is none: 3 years, in seconds. gRPC cannot count much further.
 _LONGEST_S = 1e8
+_RETRIES = Retries()
 
 
-class ZenError(Exception):
+class ZenError(Refusal):
     """A request that the server refused or could not finish.
 
     Attributes:
@@ -126,9 +130,19 @@ class _Call:
         samples: what has come so far of each sample.
     """
 
-    def __init__(self, call: Any):
-        self._call = call
+    def __init__(self, start: Callable[[float | None], Any], tries: Tries):
+        self._start, self._tries = start, tries
+        self._cancelled = False
+        self._call = start(tries.left_s)
         self.samples = [Generation()]
+
+    def _begin(self) -> Any:
+        """The call of this attempt: the first has begun already."""
+        if self._tries.begun > 1:
+            self._call = self._start(self._tries.left_s)
+            if self._cancelled:
+                self._call.cancel()
+        return self._call
 
     @property
     def generation(self) -> Generation:
@@ -142,6 +156,7 @@ class _Call:
 
     def cancel(self) -> None:
         """Tells the server to stop; nothing happens when the answer is complete."""
+        self._cancelled = True
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -162,9 +177,17 @@ class Stream(_Call):
 
     def pieces(self) -> Iterator[tuple[int, str]]:
         """Yields texts, each with the number of its sample, counted from 0."""
+        for attempt in self._tries:
+            with attempt:
+                try:
+                    first = next(self._begin(), None)
+                except grpc.RpcError as error:
+                    raise ZenError(error) from None
+                break
         try:
-            for message in self._call:
-                yield self._add(message)
+            while first is not None:
+                yield self._add(first)
+                first = next(self._call, None)
         except grpc.RpcError as error:
             raise ZenError(error) from None
 
@@ -178,9 +201,18 @@ class AsyncStream(_Call):
 
     async def pieces(self) -> AsyncIterator[tuple[int, str]]:
         """Yields texts, each with the number of its sample, counted from 0."""
+        async for attempt in self._tries:
+            with attempt:
+                try:
+                    messages = aiter(self._begin())
+                    first = await anext(messages, None)
+                except grpc.RpcError as error:
+                    raise ZenError(error) from None
+                break
         try:
-            async for message in self._call:
-                yield self._add(message)
+            while first is not None:
+                yield self._add(first)
+                first = await anext(messages, None)
         except grpc.RpcError as error:
             raise ZenError(error) from None
 
@@ -188,12 +220,13 @@ class AsyncStream(_Call):
 class ZenClient:
     """A client that blocks; safe to use from several threads."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS):
+    def __init__(self, address: str = DEFAULT_ADDRESS, retries: Retries = _RETRIES):
         """Prepares for `address`, host:port; it connects when the first request is made.
 
         Raises:
             ValueError: no server can have this address.
         """
+        self._retries = retries
         self._channel = grpc.insecure_channel(_checked(address))
         self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel).Generate
         self._variants = variants_pb2_grpc.VariantServiceStub(self._channel)
@@ -208,7 +241,8 @@ class ZenClient:
             ValueError: more or less than one kind of input, or values that the wire cannot carry.
         """
         request, timeout_s = make_request(model, prompt, options)
-        return Stream(self._generate(request, timeout=timeout_s))
+        tries = self._retries.tries(timeout_s)
+        return Stream(lambda left_s: self._generate(request, timeout=left_s), tries)
 
     def generate(
         self, model: str, prompt: str | None = None, **options: Unpack[RequestOptions]
@@ -246,12 +280,13 @@ class ZenClient:
 class AsyncZenClient:
     """The same client for asyncio; it belongs to the event loop that it is made in."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS):
+    def __init__(self, address: str = DEFAULT_ADDRESS, retries: Retries = _RETRIES):
         """Prepares for `address`, host:port; it connects when the first request is made.
 
         Raises:
             ValueError: no server can have this address.
         """
+        self._retries = retries
         self._channel = grpc.aio.insecure_channel(_checked(address))
         self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel).Generate
         self._variants = variants_pb2_grpc.VariantServiceStub(self._channel)
@@ -261,7 +296,8 @@ class AsyncZenClient:
     ) -> AsyncStream:
         """Starts an answer; arguments and errors as for `ZenClient.stream`."""
         request, timeout_s = make_request(model, prompt, options)
-        return AsyncStream(self._generate(request, timeout=timeout_s))
+        tries = self._retries.tries(timeout_s)
+        return AsyncStream(lambda left_s: self._generate(request, timeout=left_s), tries)
 
     async def generate(
         self, model: str, prompt: str | None = None, **options: Unpack[RequestOptions]
@@ -375,8 +411,8 @@ def _text(name: str, value: Any) -> str:
 def _time_limit(timeout_s: Any) -> float | None:
     if timeout_s is None:
         return None
-    if not isinstance(timeout_s, int | float) or isnan(timeout_s) or timeout_s < 0:
-        raise ValueError(f"timeout_s is {shortened(timeout_s)}; expected seconds, at least 0")
+    if not isinstance(timeout_s, int | float) or isnan(timeout_s) or timeout_s <= 0:
+        raise ValueError(f"timeout_s is {shortened(timeout_s)}; expected seconds, more than 0")
     return None if timeout_s > _LONGEST_S else timeout_s
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import jax
 
-from server.app import Progress, ServeOptions, ZenServer
+from server.app import Progress, ZenServer
 from server.client import AsyncZenClient
+from server.serve_options import ServeOptions
 from zen.v1 import generate_pb2
 from zen_jax.checkpoint.manifest import BASE
 from zen_jax.checkpoint.store import Store

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from server.events import Part
 from zen_jax.chunking import Shape
 from zen_jax.engine_state import Chunk
 
@@ -64,3 +65,24 @@ class DeviceEngine(Protocol):
     def decode(
         self, bank: Any, state: Any, steps: int, rows: Sequence[int], table: Any
     ) -> tuple[Any, Any]: ...
+
+
+def chunk_of(part: Part, targets: Sequence[int]) -> Chunk:
+    """A part of a request's prompt as the engine takes it."""
+    arrived, request = part.arrived, part.arrived.request
+    return Chunk(
+        part.row,
+        part.slot,
+        part.tokens,
+        part.start,
+        part.last,
+        request.sampling,
+        request.seed,
+        request.sample,
+        stops=sorted(arrived.stops),
+        end=len(request.token_ids) + arrived.limit,
+        prompt=len(request.token_ids),
+        targets=targets,
+        pages=part.pages,
+        before=part.before,
+    )

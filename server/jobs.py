@@ -5,7 +5,7 @@ Plain frozen values; `server.scheduler` decides over them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from types import MappingProxyType
@@ -173,6 +173,10 @@ class State:
     def queued(self) -> int:
         """Requests without a row."""
         return len(self.jobs) - self.running
+
+    def waiting(self) -> Iterator[Request]:
+        """Those requests."""
+        return (job.request for job in self.jobs.values() if job.row is None)
 
     @property
     def wake_at(self) -> float:

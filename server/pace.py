@@ -1,4 +1,4 @@
-"""How fast the worker goes: what a decode step takes, and how much of the time is the host's."""
+"""How fast the worker goes: its decode steps, its queue, and how much of the time is the host's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from math import inf
 
 # Weight of the newest measurement in a running mean.
 _NEWEST = 0.2
+
+_LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 30.0
 
 
 class Pace:
@@ -40,3 +42,23 @@ class Pace:
         device: what it plans, launches and tells, most of it while the device computes."""
         whole = self._host_s + self._device_s
         return self._host_s / whole if whole > 0 else 0.0
+
+
+class QueuePace:
+    """How fast requests leave the queue for rows, as a running mean in seconds a request."""
+
+    def __init__(self, now: float) -> None:
+        self._interval_s = 0.0
+        self._left_at = now
+
+    def moved(self, left: int, before: int, now: float) -> None:
+        """So many left the queue just now, of which `before` were there."""
+        if left and before:
+            interval = (now - self._left_at) / left
+            self._interval_s += _NEWEST * (interval - self._interval_s)
+        if left or not before:
+            self._left_at = now
+
+    def retry_after_s(self, waiting: int) -> float:
+        """Half the time in which so many that wait will have got their rows."""
+        return min(max(self._interval_s * waiting / 2, _LEAST_RETRY_S), _MOST_RETRY_S)

@@ -143,13 +143,10 @@ type OnEvent = Callable[[TokenEvent | Failure], None]
 
 
 class InboxFull(Exception):
-    """Too many requests wait for a row already; `retry_after_s` says when to come again."""
+    """Too much waits for a row already; `retry_after_s` says when to come again."""
 
-    def __init__(self, limit: int, retry_after_s: float) -> None:
-        super().__init__(
-            f"{limit} requests are waiting, which is the limit; try again in {retry_after_s:.1f} s"
-        )
-        self.limit = limit
+    def __init__(self, why: str, retry_after_s: float) -> None:
+        super().__init__(f"{why}; try again in {retry_after_s:.1f} s")
         self.retry_after_s = retry_after_s
 
 

@@ -9,8 +9,9 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -39,6 +40,10 @@ _PREPARERS = 2
 
 class GenerateWorker(Protocol):
     """What this service asks of the worker; `server.worker.Worker` is one."""
+
+    def reserved(self) -> AbstractContextManager[None]:
+        """Holds a place in the queue for a request; raises InboxFull or Draining."""
+        ...
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Queues a request; raises InboxFull or Draining."""
@@ -129,9 +134,10 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             deadline = None if remaining_s is None else self._clock() + remaining_s
             # Files are looked at and text is tokenized there: neither may hold up the loop. A call
             # that is cancelled before its turn takes none.
-            prepared = await asyncio.get_running_loop().run_in_executor(
-                self._preparers, self._prepare, request, deadline, engine.limits
-            )
+            with _refusals(), engine.worker.reserved():
+                prepared = await asyncio.get_running_loop().run_in_executor(
+                    self._preparers, self._prepare, request, deadline, engine.limits
+                )
             await self._answer(prepared, engine.worker, context)
         finally:
             self._in_flight -= 1
@@ -195,7 +201,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         submitted: list[Request] = []
         try:
             for request in requests:
-                _submit(worker, request, partial(outgoing.put, request.sample))
+                with _refusals():
+                    worker.submit(request, partial(outgoing.put, request.sample))
                 submitted.append(request)
             while outgoing.left:
                 messages, failure = await outgoing.next()
@@ -220,14 +227,15 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             raise status.cancelled(text) from None
 
 
-def _submit(worker: GenerateWorker, request: Request, on_event: OnEvent) -> None:
-    """Queues a request.
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Makes statuses of what a worker refuses.
 
     Raises:
         StatusError: RESOURCE_EXHAUSTED or UNAVAILABLE.
     """
     try:
-        worker.submit(request, on_event)
+        yield
     except InboxFull as error:
         raise status.resource_exhausted(str(error), error.retry_after_s) from None
     except Draining as error:

@@ -21,6 +21,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from server.requests import FailureKind
+from server.status_table import TABLE
 
 _log = logging.getLogger(__name__)
 
@@ -62,10 +63,12 @@ def invalid_argument(violations: Sequence[Violation]) -> StatusError:
 
 def not_found(kind: str, name: str, text: str) -> StatusError:
     """NOT_FOUND with a ResourceInfo for `name`, a resource of the type `kind`."""
-    details = error_details_pb2.ResourceInfo(
-        resource_type=kind, resource_name=name, description=text
-    )
-    return _error(code_pb2.NOT_FOUND, text, details)
+    return _error(code_pb2.NOT_FOUND, text, _resource(kind, name, text))
+
+
+def already_exists(kind: str, name: str, text: str) -> StatusError:
+    """ALREADY_EXISTS with a ResourceInfo for `name`, a resource of the type `kind`."""
+    return _error(code_pb2.ALREADY_EXISTS, text, _resource(kind, name, text))
 
 
 def failed_precondition(kind: str, name: str, text: str) -> StatusError:
@@ -173,12 +176,36 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 else grpc.unary_unary_rpc_method_handler
             )
             wrapped = _guard_unary(behaviour)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        read = handler.request_deserializer
+        if not handler.request_streaming:
+            read = _lenient(read)
+        return make(wrapped, read, handler.response_serializer)
+
+
+class _Undecodable:
+    """Stands for a message that is none; gRPC itself would answer it with INTERNAL or UNKNOWN."""
+
+
+def _lenient(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except Exception:  # whatever protobuf raises; its text may repeat the message
+            return _Undecodable()
+
+    return read
+
+
+def _check_decoded(request: Any) -> None:
+    if isinstance(request, _Undecodable):
+        text = "is not what zen/v1/*.proto says it is; texts have to be UTF-8"
+        raise invalid_argument([Violation("message", text)])
 
 
 def _guard_unary(behaviour: Callable) -> Callable:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
+            _check_decoded(request)
             return await behaviour(request, context)
         except Exception as error:
             await _send(context, error)
@@ -189,6 +216,7 @@ def _guard_unary(behaviour: Callable) -> Callable:
 def _guard_stream(behaviour: Callable) -> Callable:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> None:
         try:
+            _check_decoded(request)
             answer = behaviour(request, context)
             if inspect.isasyncgen(answer):
                 async for piece in answer:
@@ -217,11 +245,17 @@ async def _send(context: Any, error: Exception) -> None:
 
 
 def _error(code: int, text: str, details: message.Message | None = None) -> StatusError:
+    described = TABLE[code].details
+    assert described == ("" if details is None else type(details).__name__), described
     packed = []
     if details is not None:
         packed.append(any_pb2.Any())
         packed[0].Pack(details)
     return StatusError(status_pb2.Status(code=code, message=text, details=packed))
+
+
+def _resource(kind: str, name: str, text: str) -> error_details_pb2.ResourceInfo:
+    return error_details_pb2.ResourceInfo(resource_type=kind, resource_name=name, description=text)
 
 
 def _retry_info(retry_after_s: float | None) -> error_details_pb2.RetryInfo:

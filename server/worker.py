@@ -18,12 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from math import inf
 from typing import Literal
 
 import jax
 
-from server.device import DeviceEngine
+from server.device import DeviceEngine, chunk_of
 from server.events import (
     AbandonLoad,
     Action,
@@ -52,10 +53,10 @@ from server.events import (
     WriteSlot,
 )
 from server.faults import log_error
-from server.inbox import Inbox
+from server.inbox import Inbox, InboxLimits, Queue
 from server.jobs import SchedulerConfig, State
 from server.loader import Loader
-from server.pace import Pace
+from server.pace import Pace, QueuePace
 from server.readout import Launch, PromptPart, prompt_part
 from server.requests import (
     Draining,
@@ -77,8 +78,6 @@ from zen_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-_MAX_RETRY_AFTER_S = 30.0
-
 
 class Worker:
     """Serves requests on one engine. Call `start`, `submit` from any thread, `drain` at the end."""
@@ -89,7 +88,7 @@ class Worker:
         loader: Loader,
         cache_config: CacheConfig,
         tokenizers: Callable[[Variant | None], Tokenizer],
-        inbox_limit: int,
+        inbox_limits: InboxLimits,
         clock: Callable[[], float] = time.monotonic,
         *,
         share_prefixes: bool = True,
@@ -102,7 +101,7 @@ class Worker:
             loader: reads and stages variants.
             cache_config: its `slots` are the bank's.
             tokenizers: a variant's own tokenizer, the base's for None; called from `submit`.
-            inbox_limit: requests that may wait for a row.
+            inbox_limits: on what may wait for a row.
             clock: seconds; deadlines of requests are in its terms.
             share_prefixes: whether requests that begin alike share pages of the cache.
             base: the digest of the engine's base.
@@ -125,7 +124,7 @@ class Worker:
             base=base,
         )
         self._plan: State = initial(config, cache_config)
-        self._inbox = Inbox(inbox_limit)
+        self._inbox = Inbox(inbox_limits)
         loader.connect(self._inbox.put)
         self._launched: list[Launch] = []
         self._read_events: list[Event] = []
@@ -136,8 +135,8 @@ class Worker:
         self._call_numbers = itertools.count()
         self._started = self._stopping = self._over = False
         self._thread = threading.Thread(target=self._run, name="zen-worker", daemon=True)
-        self._row_interval_s = 0.0
-        self._row_given_at = clock()
+        self._queue_pace = QueuePace(clock())
+        self._idle, self._rounds = True, 0
 
     # From any thread.
 
@@ -151,10 +150,22 @@ class Worker:
         """Rows in use, as of the last tick."""
         return self._plan.running
 
+    @property
+    def pulse(self) -> int | None:
+        """A number that grows as the worker goes round; None while it waits for an event."""
+        return None if self._idle else self._rounds
+
     def start(self) -> None:
         """Begin to serve."""
         self._started = True
         self._thread.start()
+
+    def reserved(self) -> AbstractContextManager[None]:
+        """Holds a place for a request that is made ready to be submitted, and frees it for that.
+
+        Raises InboxFull and Draining.
+        """
+        return self._inbox.reserved(self._retry_after_s())
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Accept a request; `on_event` is called on the worker's thread and must not block.
@@ -249,6 +260,14 @@ class Worker:
             self._thread.join(timeout_s)
         return self._over
 
+    def abandon(self, message: str) -> None:
+        """Take the worker's thread for lost: every request and operator gets a failure.
+
+        Should the thread come back it stops.
+        """
+        self._stopping = True
+        self._end("unavailable", message)
+
     def _operate(
         self, verb: Literal["load", "unload", "pin", "unpin"], variant: Variant
     ) -> Future[None]:
@@ -262,9 +281,7 @@ class Worker:
         return future
 
     def _retry_after_s(self) -> float:
-        """Half the time in which what waits now will have got its rows."""
-        wait = self._row_interval_s * self._inbox.waiting / 2
-        return min(max(wait, 0.1), _MAX_RETRY_AFTER_S)
+        return self._queue_pace.retry_after_s(self._inbox.waiting)
 
     # On the worker's thread.
 
@@ -273,6 +290,8 @@ class Worker:
             while not self._stopping:
                 self.tick(self._idle_s())
         except Exception as error:  # the engine's or ours: nothing after it can be trusted
+            if self._over:  # given up long ago; whatever it found is of no account
+                return
             error_id = log_error(error)
             self._end("internal", f"internal error {error_id}")
         else:
@@ -287,26 +306,20 @@ class Worker:
 
     def tick(self, wait_s: float | None = 0.0) -> None:
         """One round; waits up to `wait_s` for an event. For tests, else the thread's own."""
+        self._idle = True
         events: list[Event] = [*self._inbox.take(wait_s), *self._read_events]
+        self._idle = False
+        self._rounds += 1
         arrived = sum(isinstance(event, Arrived) for event in events)
         now, before = self._clock(), self._plan.queued
         self._plan, actions = plan(self._plan, events, now)
-        self._settle(before + arrived - self._plan.queued, before, now)
+        self._inbox.planned(Queue.of(self._plan.waiting()))
+        self._queue_pace.moved(before + arrived - self._plan.queued, before, now)
         self._read_events = []
         earlier = len(self._launched)
         for action in actions:
             self._carry_out(action)
         self._read(earlier if len(self._launched) > earlier else None, now)
-
-    def _settle(self, left: int, before: int, now: float) -> None:
-        """Note how many left the queue, of which `before` were there, and how fast it moves."""
-        if left:
-            self._inbox.settle(left)
-        if left and before:
-            interval = (now - self._row_given_at) / left
-            self._row_interval_s += 0.2 * (interval - self._row_interval_s)
-        if left or not before:
-            self._row_given_at = now
 
     def _carry_out(self, action: Action) -> None:
         engine = self._engine
@@ -367,7 +380,7 @@ class Worker:
         for part in parts:
             told = self._plan.jobs[part.ticket].tokens
             prompt = None if told else prompt_part(part, len(chunks))
-            chunk = _chunk(part, () if prompt is None else prompt.targets)
+            chunk = chunk_of(part, () if prompt is None else prompt.targets)
             try:
                 self._engine.check(chunk)
             except ValueError as error:
@@ -429,13 +442,19 @@ class Worker:
         stream = self._streams[request_id]
         if last:
             self._forget(request_id)
-        if stream.on_event is None:
-            return
-        try:
-            stream.on_event(event)
-        except Exception as error:  # a callback's fault is its own request's affair
-            log_error(error)
+        if not self._call_back(stream, event):
             self._abandon(request_id, stream)
+
+    @staticmethod
+    def _call_back(stream: AnswerStream, event: TokenEvent | Failure) -> bool:
+        """Returns whether the callback took the event; its fault is its own request's affair."""
+        if stream.on_event is not None:
+            try:
+                stream.on_event(event)
+            except Exception as error:
+                log_error(error)
+                return False
+        return True
 
     def _abandon(self, request_id: str, stream: AnswerStream) -> None:
         """Call back no more, and end the request if it runs."""
@@ -460,36 +479,18 @@ class Worker:
             future.set_exception(LoadRefused(refused.kind, refused.message, refused.retry_after_s))
 
     def _end(self, kind: FailureKind, message: str) -> None:
-        """Serve no more: answer everything that is left."""
+        """Serve no more: answer everything that is left. Once is enough, whoever comes first."""
         self._inbox.close("the engine has stopped; the server takes no new requests")
         with self._lock:
+            if self._over:
+                return
             self._over = True
+            streams, self._streams = self._streams, {}
+            calls, self._calls = self._calls, {}
             self._lock.notify_all()
         self._loader.close()
-        for request_id in list(self._streams):
-            self._tell(request_id, Failure(request_id, kind, message), last=True)
-        for future in self._calls.values():
+        for request_id, stream in streams.items():
+            self._call_back(stream, Failure(request_id, kind, message))
+        for future in calls.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(LoadRefused(kind, message))
-        self._calls.clear()
-
-
-def _chunk(part: Part, targets: Sequence[int]) -> Chunk:
-    """A part of a request's prompt as the engine takes it."""
-    arrived, request = part.arrived, part.arrived.request
-    return Chunk(
-        part.row,
-        part.slot,
-        part.tokens,
-        part.start,
-        part.last,
-        request.sampling,
-        request.seed,
-        request.sample,
-        stops=sorted(arrived.stops),
-        end=len(request.token_ids) + arrived.limit,
-        prompt=len(request.token_ids),
-        targets=targets,
-        pages=part.pages,
-        before=part.before,
-    )

@@ -8,10 +8,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from server import app, console
+from server.serve_options import ServeOptions
 from zen_jax.checkpoint.store import Store
 
 
-def run(path: Path, options: app.ServeOptions) -> bool:
+def run(path: Path, options: ServeOptions) -> bool:
     """Serves; returns whether every request that was taken finished."""
     store = Store(path)
     with logs_on_stderr(), ExitStack() as bar:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from server.inbox import InboxLimits
 from server.loader import Loader, Stages
 from server.requests import Failure, Request, TokenEvent
 from server.worker import Worker
@@ -110,6 +111,7 @@ class FakeEngine:
     Attributes:
         log: what was asked of it, in order.
         broken: names of functions that raise.
+        hangs: names of functions that wait for an event.
         state: the newest there is.
         bank: likewise.
         read: how many tokens of prompts each call read.
@@ -122,6 +124,7 @@ class FakeEngine:
     max_steps: int = 4
     log: list[tuple[Any, ...]] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    hangs: dict[str, threading.Event] = field(default_factory=dict)
     read: list[int] = field(default_factory=list)
     compiles: int = 0
     page_size: int = 16
@@ -267,6 +270,8 @@ class FakeEngine:
 
     def _called(self, *call: Any) -> None:
         self.log.append(call)
+        if call[0] in self.hangs:
+            self.hangs[call[0]].wait(30.0)
         if call[0] in self.broken:
             raise RuntimeError(f"{call[0]} broke on a prompt that says: my secret")
 
@@ -418,7 +423,7 @@ class World:
             self.loader,
             cache,
             fake.ByteTokenizer,
-            inbox,
+            InboxLimits(inbox),
             clock,
             share_prefixes=share_prefixes,
         )

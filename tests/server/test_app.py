@@ -12,10 +12,12 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from server import app
+from server import health
 from server.address import PortInUse
-from server.app import GENERATE, LIVE, VARIANTS, ServeOptions, ZenServer, running
+from server.app import ZenServer, running
 from server.client import AsyncZenClient, ZenClient, ZenError
+from server.health import GENERATE, LIVE, VARIANTS
+from server.serve_options import ServeOptions
 from zen.v1 import variants_pb2, variants_pb2_grpc
 from zen_jax.checkpoint.store import Store
 
@@ -132,7 +134,7 @@ async def test_a_port_has_one_server(server, tiny_store):
 
 
 async def test_an_engine_that_dies_is_told(server, monkeypatch):
-    monkeypatch.setattr(app, "_HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(health, "_HEARTBEAT_S", 0.01)
     await server.load()
     async with (
         grpc.aio.insecure_channel(server.address) as channel,

@@ -15,8 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from server import benchmark_ttft, cli, console, demo, kv_options
-from server.app import ServeOptions, running
+from server.app import running
 from server.client import ZenClient
+from server.serve_options import ServeOptions
 from zen_jax import benchmark
 from zen_jax.checkpoint.store import Store
 from zen_jax.convert import convert_base
@@ -208,7 +209,13 @@ def test_bad_input_is_one_line_and_status_2(
 
 @pytest.mark.parametrize(
     "option, value",
-    [("max-tokens", "99999999999"), ("seed", "-1"), ("timeout", "nan"), ("timeout", "-1")],
+    [
+        ("max-tokens", "99999999999"),
+        ("seed", "-1"),
+        ("timeout", "nan"),
+        ("timeout", "-1"),
+        ("timeout", "0"),
+    ],
 )
 def test_an_option_with_a_value_that_cannot_be_is_named(zen, option, value):
     status, _, err = zen("client", "base", "Hi", f"--{option}", value)
@@ -414,6 +421,13 @@ def test_prompts_are_answered_without_a_server(zen, tiny_store):
     ):
         status, out, err = zen("generate", tiny_store, *bad)
         assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("option", ["half-life", "idle-after", "drain"])
+def test_a_setting_is_called_by_its_option(zen, tiny_store, option):
+    status, out, err = zen("serve", tiny_store, f"--{option}", "nan")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"zen: --{option} is nan")
 
 
 @pytest.fixture

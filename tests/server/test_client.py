@@ -10,6 +10,7 @@ from grpc_status import rpc_status
 
 from server import status
 from server.client import AsyncZenClient, RequestOptions, ZenClient, ZenError, make_request
+from server.client_retries import Retries
 from server.status import Violation
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc, variants_pb2, variants_pb2_grpc
@@ -78,7 +79,7 @@ def address(scripted: Scripted) -> Iterator[str]:
 
 @pytest.fixture
 def client(address: str) -> Iterator[ZenClient]:
-    with ZenClient(address) as client:
+    with ZenClient(address, Retries(attempts=1)) as client:
         yield client
 
 

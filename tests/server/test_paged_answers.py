@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from server.app import ServeOptions, make_worker, tokenizers_of
+from server.app import make_worker, tokenizers_of
 from server.requests import Request
+from server.serve_options import ServeOptions
 from server.worker import Worker
 from zen_jax.checkpoint.load import bank_schema, read_base
 from zen_jax.checkpoint.store import Store

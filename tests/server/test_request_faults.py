@@ -17,8 +17,9 @@ import pytest
 
 import zen_jax
 from server import demo
-from server.app import ServeOptions, ZenServer, running
+from server.app import ZenServer, running
 from server.client import AsyncZenClient, ZenError
+from server.serve_options import ServeOptions
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc
 

@@ -64,6 +64,44 @@ def test_a_broken_engine_answers_everyone_and_tells_nothing(
     gate.set()
 
 
+@pytest.mark.parametrize("hanging", ["prefill", "decode", "write_slot"])
+def test_a_hanging_engine_is_given_up_and_everyone_answered(
+    hanging: str,
+    worlds: MakeWorld,
+    make_request: MakeRequest,
+    fake: Any,
+    caplog: pytest.LogCaptureFixture,
+):
+    world = worlds(rows=1)
+    release = world.engine.hangs[hanging] = threading.Event()
+    world.gates["zen4-b"] = threading.Event()
+    callers = [world.submit(make_request(fake.variant(letter))) for letter in "aab"]
+    operator = world.worker.load(fake.variant("b"))
+    world.until(lambda: any(call[0] == hanging for call in world.engine.log))
+    pulse = world.worker.pulse
+    assert pulse is not None and pulse == world.worker.pulse, "it goes round no more"
+    world.worker.abandon("it hangs")
+    for caller in callers:
+        assert caller.ended
+        assert (caller.failure.kind, caller.failure.message) == ("unavailable", "it hangs")
+    with pytest.raises(LoadRefused, match="it hangs"):
+        operator.result(1.0)
+    assert not world.worker.alive
+    with pytest.raises(Draining):
+        world.submit(make_request())
+    # Should it come back after all, nobody hears of it and nothing is logged as a fault.
+    release.set()
+    assert world.worker.stop()
+    assert "error" not in caplog.text
+    assert all(len(caller.events) == 1 for caller in callers)
+
+
+def test_a_worker_with_nothing_to_do_has_no_pulse(worlds: MakeWorld, make_request: MakeRequest):
+    world = worlds()
+    assert world.answer(make_request()).failure is None
+    world.until(lambda: world.worker.pulse is None)
+
+
 def test_a_slot_that_cannot_be_written_is_its_own_variants_affair(
     worlds: MakeWorld, make_request: MakeRequest, fake: Any, caplog: pytest.LogCaptureFixture
 ):

@@ -3,6 +3,7 @@
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,9 +88,15 @@ class FakeWorker:
 
     script: Callable[[Request, OnEvent], None] = lambda request, on_event: None
     refusal: Exception | None = None
+    full: Exception | None = None
     requests: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     cancel_seen: threading.Event = field(default_factory=threading.Event)
+
+    def reserved(self) -> AbstractContextManager[None]:
+        if self.full is not None:
+            raise self.full
+        return nullcontext()
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
         if self.refusal is not None:

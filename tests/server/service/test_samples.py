@@ -71,7 +71,7 @@ async def test_samples_that_do_not_all_fit_leave_none_behind(served, worker, mon
 
     def full_after_two(request, on_event):
         if request.sample == 2:
-            raise InboxFull(2, 1.0)
+            raise InboxFull("2 requests are waiting", 1.0)
         submit(request, on_event)
 
     worker.script = lambda request, on_event: None

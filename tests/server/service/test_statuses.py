@@ -2,21 +2,25 @@
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from server import status
 from server.requests import (
     Draining,
     Failure,
+    FailureKind,
     InboxFull,
     OnEvent,
     Request,
     TokenEvent,
 )
+from server.status import Violation
+from server.status_table import PAGE, TABLE, with_table
 
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -86,10 +90,23 @@ def _retry_s(details: list) -> float:
 
 
 async def test_a_full_inbox_says_when_to_come_back(served, worker, ask):
-    worker.refusal = InboxFull(8, 1.5)
+    worker.refusal = InboxFull("8 requests are waiting", 1.5)
     code, _, details = await served.refused(ask())
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert _retry_s(details) == 1.5
+    assert served.service.in_flight == 0
+
+
+async def test_a_full_queue_refuses_before_anything_is_tokenized(served, worker, parts, ask):
+    worker.full = InboxFull("8 requests are waiting", 1.5)
+    before = parts.tokenizer.encoded
+    code, text, details = await served.refused(ask("nobody"))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert _retry_s(details) == 1.5 and "8 requests" in text
+    worker.full = Draining("resting")
+    code, text, _ = await served.refused(ask())
+    assert (code, text) == (grpc.StatusCode.UNAVAILABLE, "resting")
+    assert parts.tokenizer.encoded == before and worker.requests == []
     assert served.service.in_flight == 0
 
 
@@ -203,3 +220,48 @@ async def test_a_fault_sends_an_id_and_no_text(served, worker, caplog, ask):
     assert "RuntimeError" in caplog.text
     assert "said I" not in text + caplog.text
     assert worker.requests == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x0a\x02\xff\xfe",  # a model's name that is not UTF-8
+        b"\x12\x03\xed\xa0\x80",  # half of a surrogate pair as a prompt
+        b"\x0a\x7f",  # shorter than it says
+        b"\xff\xff\xff\xff\xff",
+    ],
+)
+async def test_what_is_no_message_is_an_invalid_argument(served, worker, data, caplog):
+    call = served.channel.unary_stream("/zen.v1.GenerateService/Generate")(data)
+    with pytest.raises(grpc.RpcError):
+        await call.read()
+    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    rich = await rpc_status.aio.from_call(call)
+    assert rich is not None
+    bad = error_details_pb2.BadRequest()
+    assert rich.details[0].Unpack(bad)
+    assert [violation.field for violation in bad.field_violations] == ["message"]
+    assert worker.requests == [] and not caplog.records
+
+
+def test_every_status_is_described_and_every_description_is_of_one_that_is_sent():
+    made = [
+        status.invalid_argument([Violation("x", "y")]),
+        status.not_found("a", "b", "c"),
+        status.already_exists("a", "b", "c"),
+        status.cancelled(""),
+        status.internal(""),
+        *(status.of_failure(kind, "", 1.0, "x") for kind in get_args(FailureKind.__value__)),
+    ]
+    assert {error.status.code for error in made} == set(TABLE)
+    for error in made:
+        kinds = [detail.TypeName() for detail in error.status.details]
+        described = TABLE[error.status.code].details
+        assert kinds == ([f"google.rpc.{described}"] if described else [])
+
+
+def test_the_page_holds_the_table():
+    page = PAGE.read_text()
+    assert with_table(page) == page
+    with pytest.raises(ValueError, match="expected 2"):
+        with_table("no place")

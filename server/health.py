@@ -1,0 +1,162 @@
+"""grpc.health.v1: what lives, what takes requests, and each variant under a name of its own.
+
+live                        the process answers and its engine, if there is one, does its work
+(the empty name), GenerateService   requests are taken
+zen.v1.VariantService       variants can be listed
+variants/NAME               requests for the variant NAME are taken, and it can be loaded as far
+                            as is known
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from grpc_health.v1 import health, health_pb2
+
+from server.router import Router
+from server.worker import Worker
+from zen.v1 import generate_pb2, variants_pb2
+from zen_jax.checkpoint.manifest import VariantCorrupt
+from zen_jax.checkpoint.store import Store
+
+_log = logging.getLogger(__name__)
+
+LIVE = "live"
+GENERATE = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name
+VARIANTS = variants_pb2.DESCRIPTOR.services_by_name["VariantService"].full_name
+VARIANT_PREFIX = "variants/"
+
+_STATUS = health_pb2.HealthCheckResponse
+_HEARTBEAT_S = 0.5
+# Looking at 500 variants takes some milliseconds.
+_VARIANTS_EVERY_S = 2.0
+
+
+class Health:
+    """The servicer of grpc.health.v1. It belongs to the event loop that it is served from."""
+
+    def __init__(self, store: Store, router: Router) -> None:
+        """Takes what variants are looked up in."""
+        self.servicer: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._store, self._router = store, router
+        self._told: dict[str, int] = {}
+
+    async def started(self) -> None:
+        """The port is open, and no engine is there yet."""
+        await self._set({LIVE: True, VARIANTS: True, "": False, GENERATE: False})
+
+    async def ready(self) -> None:
+        """Requests are taken."""
+        await self._set({"": True, GENERATE: True})
+        await self.look(frozenset())
+
+    async def dead(self) -> None:
+        """The engine has died; only what needs none still works."""
+        names = ("", GENERATE, LIVE, *self._told)
+        await self._set({name: name == VARIANTS for name in names})
+
+    async def stopping(self) -> None:
+        """Everything is NOT_SERVING from here on."""
+        await self.servicer.enter_graceful_shutdown()
+
+    async def look(self, failed: frozenset[str]) -> None:
+        """Says of each variant whether it can be served.
+
+        Args:
+            failed: digests of versions whose last load failed.
+        """
+        sound = await asyncio.to_thread(_sound, self._store, self._router, failed)
+        statuses: dict[str, bool | None] = {VARIANT_PREFIX + name: ok for name, ok in sound.items()}
+        gone = [n for n in self._told if n.startswith(VARIANT_PREFIX) and n not in statuses]
+        await self._set(statuses | dict.fromkeys(gone))
+
+    async def _set(self, serving: Mapping[str, bool | None]) -> None:
+        """Sets what has changed; None is for a name that is gone."""
+        words = {
+            True: _STATUS.SERVING,
+            False: _STATUS.NOT_SERVING,
+            None: _STATUS.SERVICE_UNKNOWN,
+        }
+        for name, state in serving.items():
+            if self._told.get(name) != words[state]:
+                self._told[name] = words[state]
+                await self.servicer.set(name, words[state])
+
+
+def _sound(store: Store, router: Router, failed: frozenset[str]) -> dict[str, bool]:
+    """By name, whether its newest version is neither damaged nor failed to load."""
+    sound = {}
+    for name in store.names():
+        try:
+            variant = router.resolve(name)
+        except VariantCorrupt:
+            sound[name] = False
+        except ValueError:  # deleted meanwhile
+            continue
+        else:
+            sound[name] = variant is not None and variant.digest not in failed
+    return sound
+
+
+class Watchdog:
+    """Counts how long a worker has not gone round though it has something to do."""
+
+    def __init__(self, hang_s: float) -> None:
+        """Takes how long it may, in seconds."""
+        self._hang_s = hang_s
+        self._last: int | None = None
+        self._stuck_s = 0.0
+
+    def beat(self, pulse: int | None, passed_s: float) -> bool:
+        """Whether it hangs.
+
+        Args:
+            pulse: `Worker.pulse` now.
+            passed_s: since the last beat. Of more than two beats' time the rest was a pause of the
+                whole process, and not the worker's fault.
+        """
+        if pulse is None or pulse != self._last:
+            self._last, self._stuck_s = pulse, 0.0
+        else:
+            self._stuck_s += min(passed_s, 2 * _HEARTBEAT_S)
+        return self._stuck_s >= self._hang_s
+
+
+async def watch(
+    worker: Worker,
+    health_: Health,
+    hang_s: float,
+    lost: Callable[[], None],
+    clock: Callable[[], float],
+) -> None:
+    """Looks after a worker until it dies or hangs, and says so then.
+
+    Args:
+        hang_s: for how long it may not go round, in seconds.
+        lost: called when no requests can be taken any more, before those that are left are
+            answered.
+        clock: in seconds.
+    """
+    dog = Watchdog(hang_s)
+    at = looked_at = clock()
+    while worker.alive:
+        await asyncio.sleep(_HEARTBEAT_S)
+        now = clock()
+        if dog.beat(worker.pulse, now - at):
+            _log.error("the engine has not answered for %g s and is given up", hang_s)
+            lost()
+            await asyncio.to_thread(worker.abandon, "the engine does not answer any more")
+        elif now - looked_at >= _VARIANTS_EVERY_S:
+            looked_at = now
+            await health_.look(_failed(worker.snapshot().variants))
+        at = now
+    lost()
+    _log.error("the engine has stopped; no requests are taken any more")
+    await health_.dead()
+
+
+def _failed(variants: Iterable[Any]) -> frozenset[str]:
+    return frozenset(status.variant.digest for status in variants if status.failure is not None)

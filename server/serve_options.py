@@ -1,0 +1,102 @@
+"""What can be chosen when a store is served."""
+
+from dataclasses import dataclass
+from math import inf
+
+from server.inbox import InboxLimits
+from zen_jax.eviction import Policy
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How to serve a store.
+
+    Attributes:
+        host: the address to listen on.
+        port: 0 takes a free one.
+        rows: requests that run at once.
+        slots: variants that can be resident at once; None takes as many as the store has, at
+            most 14.
+        max_length: tokens of a request, prompt and answer together; None takes the model's limit,
+            at most 1,024.
+        inbox: requests that may wait for a row before more are refused.
+        inbox_tokens: of prompts that may wait; None sets no bound beside that on requests.
+        inbox_per_model: requests for one model that may wait; None sets no bound of its own.
+        half_life_s: in which a request for a variant counts half, in seconds.
+        pinned: how many of the variants most asked for stay in memory; at most slots - 1 do.
+        idle_after_s: a variant that was not used for so long goes first, in seconds.
+        host_bytes: of host memory for variants beside the bank, and for loading; None takes a
+            quarter of the machine's memory.
+        devices: to shard the base over; None takes all accelerators, or one CPU.
+        drain_s: how long requests that run may go on when the server stops, in seconds.
+        write_timeout_s: how long a client may leave what was sent unread, in seconds.
+        hang_s: the engine is given up when it has not answered for so long, in seconds.
+        products: what activations are rounded to just before a weight, "float32" (not at all) or
+            "bfloat16".
+        kv_bytes: of keys and values; None takes what all rows need at their longest.
+        kv_dtype: what keys and values are kept as, see `EngineConfig`; None takes activations'.
+        page_size: positions of a page of the cache, a multiple of 16.
+        prefix_cache: whether prompts that begin alike share pages.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    rows: int = 16
+    slots: int | None = None
+    max_length: int | None = None
+    inbox: int = 64
+    inbox_tokens: int | None = None
+    inbox_per_model: int | None = None
+    half_life_s: float = 300.0
+    pinned: int = 6
+    idle_after_s: float = 600.0
+    host_bytes: int | None = None
+    devices: int | None = None
+    drain_s: float = 30.0
+    write_timeout_s: float = 10.0
+    hang_s: float = 120.0
+    products: str = "float32"
+    kv_bytes: int | None = None
+    kv_dtype: str | None = None
+    page_size: int = 32
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        counts = ("rows", "slots", "inbox", "inbox_tokens", "inbox_per_model", "devices")
+        for name in (*counts, "kv_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port is {self.port}; expected 0 to 65535")
+        if self.host_bytes is not None and self.host_bytes < 0:
+            raise ValueError(f"host_bytes is {self.host_bytes}; expected at least 0")
+        if not self.hang_s > 0:
+            raise ValueError(f"hang_s is {self.hang_s}; expected seconds, more than 0")
+        for name in ("drain_s", "write_timeout_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}; expected seconds")
+        if self.products not in ("float32", "bfloat16"):
+            raise ValueError(f"products is {self.products!r}; expected 'float32' or 'bfloat16'")
+        self.policy()
+
+    def policy(self) -> Policy:
+        """Which variants stay in memory.
+
+        Raises:
+            ValueError: a setting is out of range.
+        """
+        return Policy(
+            half_life_s=self.half_life_s,
+            recency_s=self.half_life_s,
+            pinned=self.pinned,
+            idle_after_s=self.idle_after_s,
+        )
+
+    def inbox_limits(self) -> InboxLimits:
+        """How much may wait for a row."""
+        return InboxLimits(
+            requests=self.inbox,
+            tokens=inf if self.inbox_tokens is None else self.inbox_tokens,
+            per_model=inf if self.inbox_per_model is None else self.inbox_per_model,
+        )
