@@ -137,8 +137,16 @@ def token_ids_of(message: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple[int
     return tuple(token_ids)
 
 
-def fitted(message: pb.GenerateRequest, prompt_tokens: int, limits: Limits) -> SamplingParams:
+def fitted(
+    message: pb.GenerateRequest, prompt_tokens: int, limits: Limits, max_tokens: int
+) -> SamplingParams:
     """The settings of a message that was checked, with max_tokens that the context has room for.
+
+    Args:
+        message: what is asked.
+        prompt_tokens: how many tokens its input has.
+        limits: of the variant.
+        max_tokens: to take where the message gives none, unless it wants more at least.
 
     Raises:
         StatusError: INVALID_ARGUMENT, when it has room for none or for fewer than asked for.
@@ -160,7 +168,7 @@ def fitted(message: pb.GenerateRequest, prompt_tokens: int, limits: Limits) -> S
         return params
     if params.min_tokens > room:
         raise invalid("sampling.min_tokens", f"is {params.min_tokens}; {behind}")
-    return replace(params, max_tokens=min(DEFAULT_MAX_TOKENS, room))
+    return replace(params, max_tokens=max(params.min_tokens, min(max_tokens, room)))
 
 
 def invalid(field: str, text: str) -> StatusError:

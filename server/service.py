@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +19,15 @@ from typing import Protocol
 import grpc
 
 from server import status
-from server.incoming import Limits, check, check_size, fitted, invalid, token_ids_of
+from server.incoming import (
+    DEFAULT_MAX_TOKENS,
+    Limits,
+    check,
+    check_size,
+    fitted,
+    invalid,
+    token_ids_of,
+)
 from server.outgoing import Outgoing, model_info
 from server.requests import Draining, InboxFull, OnEvent, Request
 from server.router import InvalidModelName, Router, UnknownModel
@@ -30,6 +38,9 @@ from zen_jax.checkpoint.manifest import Variant, VariantCorrupt
 from zen_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+
+# Sends a piece of an answer, and returns when the next may come.
+type Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 # Longer than any pause of a reader that still wants its answer, in seconds.
 DEFAULT_WRITE_TIMEOUT_S = 10.0
@@ -95,6 +106,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self._idle.set()
 
     @property
+    def refusal(self) -> str | None:
+        """Why calls are refused now; None while they are taken."""
+        return self._refusal if self._engine is None else None
+
+    @property
     def in_flight(self) -> int:
         """Calls that were accepted and have not ended."""
         return self._in_flight
@@ -124,28 +140,55 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Streams the answer to one request, and frees its row however the call ends."""
+        await self.run(request, context.time_remaining(), context.write)
+
+    async def run(
+        self,
+        message: pb.GenerateRequest,
+        remaining_s: float | None,
+        write: Write,
+        *,
+        prepared: Callable[[Request], None] = lambda request: None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> None:
+        """Answers one request by `write`, which may take its time for each message, up to a limit.
+
+        Args:
+            message: what is asked, unchecked.
+            remaining_s: until its deadline, in seconds; None if it has none.
+            write: sends a piece of the answer; cancelling the call or failing here frees its rows.
+            prepared: told of the first sample's request before any piece of an answer.
+            max_tokens: what is taken where the message gives none and the context has the room.
+
+        Raises:
+            StatusError: what the caller is told.
+        """
         engine = self._engine
         if engine is None:
             raise status.unavailable(self._refusal)
         self._in_flight += 1
         self._idle.clear()
         try:
-            remaining_s = context.time_remaining()
             deadline = None if remaining_s is None else self._clock() + remaining_s
             # Files are looked at and text is tokenized there: neither may hold up the loop. A call
             # that is cancelled before its turn takes none.
             with _refusals(), engine.worker.reserved():
-                prepared = await asyncio.get_running_loop().run_in_executor(
-                    self._preparers, self._prepare, request, deadline, engine.limits
+                requests = await asyncio.get_running_loop().run_in_executor(
+                    self._preparers, self._prepare, message, deadline, engine.limits, max_tokens
                 )
-            await self._answer(prepared, engine.worker, context)
+            prepared(requests[0])
+            await self._answer(requests, engine.worker, write)
         finally:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
 
     def _prepare(
-        self, message: pb.GenerateRequest, deadline: float | None, limits: Limits
+        self,
+        message: pb.GenerateRequest,
+        deadline: float | None,
+        limits: Limits,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> list[Request]:
         """Checks a message, finds its variant and tokenizes its input: a request for each sample.
 
@@ -161,7 +204,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         try:
             limits = limits.of(variant)
         except VariantCorrupt:
-            raise _damaged(model_info(variant).name) from None
+            raise damaged(model_info(variant).name) from None
         violations = list(check(message, limits))
         if violations:
             raise status.invalid_argument(violations)
@@ -169,7 +212,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         tokenizer = self._tokenizer(variant)
         check_size(message, tokenizer, limits)
         token_ids = token_ids_of(message, tokenizer)
-        sampling = fitted(message, len(token_ids), limits)
+        sampling = fitted(message, len(token_ids), limits, max_tokens)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         own = uuid.uuid4().hex
         first = Request(own, variant, token_ids, sampling, seed, deadline, message.priority)
@@ -184,15 +227,13 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         try:
             return self._tokenizers(variant)
         except VariantCorrupt:
-            raise _damaged(name) from None
+            raise damaged(name) from None
         except (ValueError, OSError) as error:
             _log.error("%s has no tokenizer: %s", name, error)
             text = f"{name} has no tokenizer that can be read"
             raise status.failed_precondition("LOAD_FAILED", name, text) from None
 
-    async def _answer(
-        self, requests: list[Request], worker: GenerateWorker, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def _answer(self, requests: list[Request], worker: GenerateWorker, write: Write) -> None:
         """Runs a call's samples and writes what comes of them.
 
         The worker is told of each sample that nobody waits for any more.
@@ -207,7 +248,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             while outgoing.left:
                 messages, failure = await outgoing.next()
                 for message in messages:
-                    await self._write(message, context)
+                    await self._write(message, write)
                 if failure is not None:
                     name = model_info(requests[0].variant).name
                     raise status.of_failure(
@@ -218,10 +259,10 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 if request.sample in outgoing.left:
                     worker.cancel(request.id)
 
-    async def _write(self, message: pb.GenerateResponse, context: grpc.aio.ServicerContext) -> None:
+    async def _write(self, message: pb.GenerateResponse, write: Write) -> None:
         try:
             async with asyncio.timeout(self._write_timeout_s):
-                await context.write(message)
+                await write(message)
         except TimeoutError:
             text = f"nothing was read for {self._write_timeout_s:g} s"
             raise status.cancelled(text) from None
@@ -255,8 +296,9 @@ def resolve(router: Router, name: str, field: str) -> Variant | None:
     except UnknownModel as error:
         raise status.not_found("zen.v1.Variant", name, str(error)) from None
     except VariantCorrupt:
-        raise _damaged(name) from None
+        raise damaged(name) from None
 
 
-def _damaged(name: str) -> StatusError:
+def damaged(name: str) -> StatusError:
+    """DATA_LOSS of a model."""
     return status.data_loss(f"{name} is damaged in the store; run zen verify")

@@ -243,6 +243,16 @@ class Tokenizer:
             self._bytes[token_id] = spelled
         return spelled
 
+    def name_of(self, token_id: int) -> str:
+        """What the vocabulary calls a token, special ones too; "" for an unknown id.
+
+        Raises:
+          ValueError: the id is negative.
+        """
+        if token_id < 0:
+            raise ValueError(f"token id {token_id} is negative")
+        return self._backend.id_to_token(token_id) or ""
+
     @functools.cached_property
     def longest_bytes(self) -> int:
         """The most bytes of a typed text that one token stands for, but for unknown tokens."""
