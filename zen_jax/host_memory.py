@@ -19,25 +19,23 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return room[start : start + size].view(dtype).reshape(shape)
 
 
-def adjacent(groups: Sequence[Sequence[tuple[int, ...]]], dtype: Any) -> list[list[np.ndarray]]:
-    """Arrays of one dtype in one piece of memory, which the system gives in large pages.
+def adjacent(groups: Sequence[Sequence[tuple[tuple[int, ...], Any]]]) -> list[list[np.ndarray]]:
+    """Arrays in one piece of memory, which the system gives in large pages.
 
     Args:
-      groups: shapes; those of a group lie one right after the other, the first of each at such an
-        address.
-      dtype: of all.
+      groups: shapes and dtypes; those of a group lie one right after the other, the first of each
+        at such an address.
     """
-    item = np.dtype(dtype).itemsize
-    step = _ALIGNED // item
-    sizes = [sum(map(math.prod, shapes)) for shapes in groups]
-    starts = list(accumulate((-(-size // step) * step for size in sizes), initial=0))
-    whole = empty((starts[-1],), dtype)
-    rooms: list[list[np.ndarray]] = []
-    for start, shapes in zip(starts, groups, strict=False):
-        ends = list(accumulate(map(math.prod, shapes), initial=start))
-        spans = zip(ends, ends[1:], shapes, strict=False)
-        rooms.append([whole[a:b].reshape(shape) for a, b, shape in spans])
-    return rooms
+    sizes = [[math.prod(shape) * np.dtype(t).itemsize for shape, t in group] for group in groups]
+    room = (-(-sum(size) // _ALIGNED) * _ALIGNED for size in sizes)
+    starts = list(accumulate(room, initial=0))
+    whole = empty((starts[-1],), np.uint8)
+    arrays: list[list[np.ndarray]] = []
+    for start, group, size in zip(starts, groups, sizes, strict=False):
+        ends = list(accumulate(size, initial=start))
+        spans = zip(ends, ends[1:], group, strict=False)
+        arrays.append([whole[a:b].view(dtype).reshape(shape) for a, b, (shape, dtype) in spans])
+    return arrays
 
 
 def concatenate(parts: Sequence[np.ndarray], axis: int) -> np.ndarray:

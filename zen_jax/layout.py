@@ -270,7 +270,10 @@ def _pad_levels(delta: WeightDelta, levels: int, rows: int, size: int) -> tuple[
     """(bits uint8[levels, rows, I/8], scale float32[levels, rows]) with absent levels at scale
     0."""
     if delta.bits is not None and delta.scale is not None and delta.bits.shape[0] == levels:
-        return delta.bits, np.broadcast_to(delta.scale, (levels, rows))
+        scale = delta.scale
+        if scale.shape != (levels, rows):
+            scale = np.broadcast_to(scale, (levels, rows))
+        return delta.bits, scale
     bits = np.zeros((levels, rows, -(-size // 8)), np.uint8)
     scale = np.zeros((levels, rows), np.float32)
     if delta.bits is not None and delta.scale is not None:

@@ -14,12 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zen_jax.config import ModelConfig
 
+MODEL = "model"
 # Logical axis -> mesh axis. "kv_heads" and "heads" go together: query heads lie by kv head.
 TABLE = {
-    "vocab": "model",
-    "kv_heads": "model",
-    "heads": "model",
-    "ff": "model",
+    "vocab": MODEL,
+    "kv_heads": MODEL,
+    "heads": MODEL,
+    "ff": MODEL,
     "embed": None,
 }
 
@@ -36,7 +37,7 @@ def make_mesh(model: int = 1, data: int = 1) -> Mesh:
             f"a mesh of data {data} x model {model} was asked for; there are {len(devices)} devices"
         )
     grid = np.array(devices[: data * model]).reshape(data, model)
-    return Mesh(grid, ("data", "model"))
+    return Mesh(grid, ("data", MODEL))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,20 @@ class Placement:
         if not {"kv_heads", "heads"} <= divides:
             divides -= {"kv_heads", "heads"}
         return cls(mesh, frozenset(divides))
+
+    def share(self, config: ModelConfig) -> ModelConfig:
+        """What one place of the mesh holds of a model, as a smaller model of the same kind."""
+        count = self.mesh.shape[MODEL]
+        axes = {
+            "vocab_size": "vocab",
+            "intermediate_size": "ff",
+            "num_heads": "kv_heads",
+            "num_kv_heads": "kv_heads",
+        }
+        names = [name for name, axis in axes.items() if axis in self.sharded]
+        return dataclasses.replace(
+            config, **{name: getattr(config, name) // count for name in names}
+        )
 
     def mesh_axis(self, axis: str | None) -> str | None:
         """The mesh axis that a logical axis lies on, or None when it is replicated."""

@@ -7,25 +7,40 @@ accelerator in memory that is pinned, from where devices fetch it by themselves.
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
-from zen_jax.checkpoint.manifest import Manifest, Variant
+from zen_jax.checkpoint.manifest import Variant
 from zen_jax.checkpoint.raw import RawVariant
 from zen_jax.checkpoint.store import Store
-from zen_jax.delta.bank import BankSchema, DeltaBank, slot_axes
+from zen_jax.delta.bank import BankSchema, DeltaBank
 from zen_jax.delta.format import WeightDelta
-from zen_jax.layout import EMBED, HEAD, ParamSpec, map_specs
+from zen_jax.layout import EMBED
 from zen_jax.sharding import Placement
+from zen_jax.shares import Key, Piece, Shares
 
 _PINNED = "pinned_host"
 # A load beside requests works for so long, then rests for so many times that.
 _WORK_S, _RESTS = 0.001, 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadVariant:
+    """A variant's files in host memory, not all checked yet.
+
+    Attributes:
+      raw: the files.
+      pieces: what is to be made of them.
+      done: those that are in the bank's shapes already.
+    """
+
+    raw: RawVariant
+    pieces: Sequence[Piece]
+    done: dict[Key, WeightDelta]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +59,7 @@ class Staging:
     schema: BankSchema
     placement: Placement | None = None
     busy: Callable[[], bool] = lambda: False
+    places: tuple[int, ...] | None = None
 
     @property
     def slot_bytes(self) -> int:
@@ -51,79 +67,72 @@ class Staging:
         shapes = jax.eval_shape(self.schema.empty)
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)) // self.schema.slots
 
-    def read(self, variant: Variant) -> RawVariant:
-        """Its files in host memory; raises as `Store.read_files` does.
+    @functools.cached_property
+    def shares(self) -> Shares:
+        """How slots are spread over the mesh."""
+        return Shares(self.schema, self.placement)
 
-        Weights whose files are all there are checked and brought into shape at once, while the disk
-        is waited for; what is wrong with one is left for `verify` to find again, and to tell.
+    def read(self, variant: Variant) -> ReadVariant:
+        """The files of it that this process's devices need, in host memory; raises as
+        `Store.read_files` does.
+
+        What has all its files is checked and brought into shape at once, while the disk is waited
+        for; what is wrong with it is left for `verify` to find again, and to tell.
         """
         manifest = self.store.manifest(variant)
-        weights, files = self._weights(manifest)
-        left = {sources: len(own) for sources, own in files.items()}
-        of_file: dict[str, list[tuple[str, ...]]] = {}
-        for sources, own in files.items():
-            for file in own:
-                of_file.setdefault(file, []).append(sources)
+        places = self.shares.places if self.places is None else self.places
+        pieces = self.shares.pieces(manifest, places)
+        left = [len(piece.files) for piece in pieces]
+        of_file: dict[str, list[int]] = {}
+        for i, piece in enumerate(pieces):
+            for file in piece.files:
+                of_file.setdefault(file, []).append(i)
+        chunks = {f for t in manifest.tensors.values() for p in t.parts.values() for f in p.files()}
+        files = [file for file in manifest.files if file in of_file or file not in chunks]
+        done: dict[Key, WeightDelta] = {}
         lock = threading.Lock()
         rest = _Rest(self.busy)
 
         def hear(raw: RawVariant, file: str) -> None:
             rest.after_a_while()
-            for sources in of_file.get(file, ()):
+            for i in of_file.get(file, ()):
                 with lock:
-                    left[sources] -= 1
-                    ready = left[sources] == 0
+                    left[i] -= 1
+                    ready = left[i] == 0
                 if ready:
                     with contextlib.suppress(ValueError):
-                        raw.check(files[sources])
-                        spec, tensors = weights[sources]
-                        deltas = {name: self.store.delta(raw, name) for name in tensors}
-                        raw.done[sources] = self.schema.fit_weight(spec, deltas)
+                        raw.check(pieces[i].files)
+                        done[pieces[i].key] = self._fit(raw, pieces[i])
 
-        return self.store.read_files(variant, hear, _together(manifest, weights))
+        rooms = self.shares.rooms(manifest, pieces)
+        raw = self.store.read_files(variant, hear, files, rooms)
+        return ReadVariant(raw, pieces, done)
 
-    def _weights(
-        self, manifest: Manifest
-    ) -> tuple[
-        dict[tuple[str, ...], tuple[ParamSpec, list[str]]], dict[tuple[str, ...], list[str]]
-    ]:
-        """By a weight's sources: what it is and which tensors it takes; and their files."""
-        weights: dict[tuple[str, ...], tuple[ParamSpec, list[str]]] = {}
-        files: dict[tuple[str, ...], list[str]] = {}
+    def _fit(self, raw: RawVariant, piece: Piece) -> WeightDelta:
+        deltas = {name: self.store.delta(raw, name, span) for name, span in piece.spans.items()}
+        return self.shares.fit(piece, deltas)
 
-        def add(spec: ParamSpec) -> None:
-            own = [EMBED if n == HEAD and n not in manifest.tensors else n for n in spec.sources]
-            if all(name in manifest.tensors for name in own):
-                weights[spec.sources] = spec, own
-                parts = [part for n in own for part in manifest.tensors[n].parts.values()]
-                files[spec.sources] = [file for part in parts for file in part.files()]
+    def verify(self, read: ReadVariant) -> DeltaBank:
+        """What was read, checked and in the shapes of a slot: in host memory, or with several
+        devices where each of them takes its share.
 
-        map_specs(add, self.schema.held.config)
-        return weights, files
-
-    def verify(self, raw: RawVariant) -> DeltaBank:
-        """What was read, checked and in the shapes of a slot; raises as `Store.check` and
-        `BankSchema.fit` do."""
-        fitted = self.schema.fit(self.store.check(raw), raw.done)
-        if jax.default_backend() == "cpu":
-            return fitted
-        return jax.block_until_ready(jax.device_put(fitted, self.shardings(_PINNED)))
-
-    def shardings(self, memory: str) -> Any:
-        """Where the parts of a slot lie in a kind of memory of the devices, as a tree like a
-        slot."""
-
-        def where(axes: tuple[str | None, ...]) -> Any:
-            if self.placement is None:
-                return SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
-            return self.placement.sharding(axes).with_memory_kind(memory)
-
-        def parts(spec: ParamSpec) -> WeightDelta:
-            return jax.tree.map(
-                where, slot_axes(self.schema, spec), is_leaf=lambda node: isinstance(node, tuple)
-            )
-
-        return DeltaBank(map_specs(parts, self.schema.held.config), where(()))
+        Raises:
+          VariantCorrupt: a file does not match its checksum; it is named.
+          DoesNotFit, ValueError: as `BankSchema.fit` does.
+        """
+        raw, done = read.raw, read.done
+        raw.check()
+        tensors = raw.manifest.tensors
+        more = tensors[EMBED].shape[0] - self.schema.held.base.vocab_size if EMBED in tensors else 0
+        vocab = self.schema.vocabulary(tensors, more)
+        for piece in read.pieces:
+            if piece.key not in done:
+                done[piece.key] = self._fit(raw, piece)
+        slots = self.shares.slots(done, vocab)
+        host = jax.default_backend() == "cpu"
+        if host and self.placement is None:
+            return slots[0]
+        return self.shares.put(slots, None if host else _PINNED)
 
 
 class _Rest(threading.local):
@@ -139,20 +148,3 @@ class _Rest(threading.local):
             if self._busy():
                 time.sleep(_RESTS * worked)
             self._since = time.thread_time()
-
-
-def _together(
-    manifest: Manifest, weights: Mapping[tuple[str, ...], tuple[ParamSpec, list[str]]]
-) -> list[list[str]]:
-    """Leaves of signs that are in the bank as they are read: those of a weight that has one source,
-    and of gate and up, which lie one after the other when they are fused."""
-    groups: list[list[str]] = []
-    taken: set[str] = set()
-    for _, names in weights.values():
-        parts = [manifest.tensors[name].parts.get("bits") for name in names]
-        whole = [p for p in parts if p is not None and p.shards == 1 and p.shape[0] == 1]
-        leaves = [part.leaf for part in whole]
-        if len(names) == len(leaves) <= 2 and not taken & set(leaves):
-            groups.append(leaves)
-            taken |= set(leaves)
-    return groups

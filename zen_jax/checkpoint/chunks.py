@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from zen_jax.checkpoint.manifest import FileEntry, Part
-from zen_jax.host_memory import empty
+from zen_jax.host_memory import concatenate, empty
 
 _BLOCK = 8 * 2**20
 # Read and hashed at a time: it is still in the processor's cache when it is hashed.
@@ -40,20 +40,24 @@ def cut(array: np.ndarray, shards: int, axis: int) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(split, axis, 0))
 
 
-def join(stored: np.ndarray, part: Part) -> np.ndarray:
-    """The inverse of `cut`; a view where the shards lie one after another anyway."""
-    if part.shards == 1:
-        return stored.reshape(part.shape)
-    return np.moveaxis(stored, 0, part.axis).reshape(part.shape)
+def join(pieces: Sequence[np.ndarray], part: Part) -> np.ndarray:
+    """The inverse of `cut`, from what the files of a part hold; see
+    `host_memory.concatenate`."""
+    if len(pieces) == 1:
+        return pieces[0].reshape(part.shape)
+    return concatenate(pieces, part.axis)
 
 
-def empty_stored(part: Part) -> np.ndarray:
-    """Room for all shards of a part, in the shape of `cut`."""
+def piece_shape(part: Part) -> tuple[int, ...]:
+    """The shape of what one file of a part holds."""
     shape = list(part.shape)
-    if part.shards > 1:
-        shape[part.axis] //= part.shards
-        shape.insert(0, part.shards)
-    return empty(tuple(shape), dtype_of(part.dtype))
+    shape[part.axis] //= part.shards
+    return tuple(shape)
+
+
+def empty_pieces(part: Part) -> list[np.ndarray]:
+    """Room for what each file of a part holds."""
+    return [empty(piece_shape(part), dtype_of(part.dtype)) for _ in range(part.shards)]
 
 
 def open_regular(path: Path | str) -> int:
@@ -67,15 +71,19 @@ def open_regular(path: Path | str) -> int:
 
 def _open(path: Path | str) -> tuple[int, int]:
     """The same, and the file's size."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise FileDamaged(f"cannot be opened ({error.strerror})") from error
+    handle = _open_any(path)
     state = os.fstat(handle)
     if not stat.S_ISREG(state.st_mode):
         os.close(handle)
         raise FileDamaged("is not a plain file")
     return handle, state.st_size
+
+
+def _open_any(path: Path | str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise FileDamaged(f"cannot be opened ({error.strerror})") from error
 
 
 def read_file(
@@ -99,10 +107,7 @@ def read_file(
         if size != size_meant or (into is not None and into.nbytes != size):
             expected = size_meant if into is None else into.nbytes
             raise FileDamaged(f"has {size} bytes; expected {expected}")
-        if into is None and size <= _PIECE:
-            return _read_small(handle, size)
-        # Viewed as bytes: memoryview does not know bfloat16.
-        raw = empty((size,), np.uint8) if into is None else into.reshape(-1).view(np.uint8)
+        raw = empty((size,), np.uint8) if into is None else _flat(into)
         view, done, digest = memoryview(raw), 0, xxhash.xxh3_128()
         while done < size:
             count = os.readv(handle, [view[done : done + _PIECE]])
@@ -117,23 +122,59 @@ def read_file(
     return view, digest.hexdigest()
 
 
-def read_ahead(path: Path | str) -> None:
-    """Has the system read a file into its cache, if it can, without waiting for it."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    with contextlib.suppress(FileDamaged):
-        handle, size = _open(path)
-        try:
+def read_ahead(path: Path | str, size: int) -> int:
+    """Opens a file and has the system read it into its cache, if it can, without waiting for it.
+
+    Args:
+      path: the file.
+      size: its bytes.
+
+    Returns:
+      A descriptor, to be closed or given to `read_small`.
+
+    Raises:
+      FileDamaged: it cannot be opened.
+    """
+    handle = _open_any(path)
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # what cannot be read is told when it is
             os.posix_fadvise(handle, 0, size, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(handle)
+    return handle
 
 
-def _read_small(handle: int, size: int) -> tuple[memoryview, str]:
-    data = os.read(handle, size)
-    if len(data) < size:
-        raise FileDamaged(f"ended after {len(data)} bytes; expected {size}")
-    return memoryview(data), xxhash.xxh3_128_hexdigest(data)
+def read_small(handle: int, size: int, into: np.ndarray | None = None) -> str:
+    """Reads a file that `read_ahead` has opened, in one call, and closes it.
+
+    Args:
+      handle: the descriptor.
+      size: bytes that the file should have, 1 MB at most.
+      into: as in `read_file`.
+
+    Returns:
+      The xxh3_128 of the bytes, in hex.
+
+    Raises:
+      FileDamaged: it cannot be read, has another size, or is no plain file.
+    """
+    try:
+        data = bytearray(size) if into is None else _flat(into)
+        # One more is asked for, to see that there is none.
+        count = os.readv(handle, [data, bytearray(1)])
+        if count != size:
+            state = os.fstat(handle)
+            if not stat.S_ISREG(state.st_mode):
+                raise FileDamaged("is not a plain file")
+            raise FileDamaged(f"has {state.st_size} bytes; expected {size}")
+        return xxhash.xxh3_128_hexdigest(data)
+    except OSError as error:
+        raise FileDamaged(f"cannot be read ({error.strerror})") from error
+    finally:
+        os.close(handle)
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    """An array's bytes; buffers do not know bfloat16."""
+    return array.reshape(-1).view(np.uint8)
 
 
 def read_checked(path: Path, entry: FileEntry, into: np.ndarray | None = None) -> memoryview:

@@ -134,15 +134,19 @@ class Part:
     axis: int
     sha256: str
 
-    def files(self) -> list[str]:
+    def files(self) -> tuple[str, ...]:
         """The chunk files in the order of the shards, relative to the checkpoint's folder.
 
         A part in several files is stored as [shards, ...] and each file is one index of that axis.
         """
+        return self._files
+
+    @functools.cached_property
+    def _files(self) -> tuple[str, ...]:
         zeros = ["0"] * len(self.shape)
         if self.shards == 1:
-            return [f"{self.leaf}/{'.'.join(zeros)}"]
-        return [f"{self.leaf}/{'.'.join([str(s), *zeros])}" for s in range(self.shards)]
+            return (f"{self.leaf}/{'.'.join(zeros)}",)
+        return tuple(f"{self.leaf}/{'.'.join([str(s), *zeros])}" for s in range(self.shards))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ restores damaged data without a word. Nothing is read through a symbolic link be
 import dataclasses
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from zen_jax.checkpoint.chunks import (
     FileDamaged,
     describe_file,
-    empty_stored,
+    empty_pieces,
     join,
     open_regular,
     read_checked,
@@ -40,7 +40,7 @@ from zen_jax.checkpoint.manifest import (
     content_digest,
 )
 from zen_jax.checkpoint.publish import PUBLISHING, TOKENIZER, VARIANTS, Publisher
-from zen_jax.checkpoint.raw import RawVariant, listing_problems, read_all
+from zen_jax.checkpoint.raw import RawVariant, Span, along, listing_problems, read_all
 from zen_jax.delta.format import WeightDelta
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
@@ -215,14 +215,16 @@ class Store:
         self,
         variant: Variant,
         hear: Callable[[RawVariant, str], None] = lambda raw, file: None,
-        together: Iterable[Sequence[str]] = (),
+        files: Collection[str] | None = None,
+        rooms: Iterable[Sequence[Sequence[str]]] = (),
     ) -> RawVariant:
-        """Every file of a variant, read once into host memory and hashed, several at a time.
+        """The files of a variant, each read once into host memory and hashed, several at a time.
 
         Args:
           variant: found in this store.
           hear: called after each file, by the thread that has read it, while others read on.
-          together: see `RawVariant`.
+          files: those that are read; None: all. That the others are there is seen all the same.
+          rooms: see `RawVariant`.
 
         Raises:
           VariantCorrupt: a file is missing, too much or of another size; it is named.
@@ -241,7 +243,7 @@ class Store:
                 f"{variant} has parts of a kind that this version does not know: "
                 f"{', '.join(sorted(kinds - _LOADED))}; serve it with the version that made it"
             )
-        raw = RawVariant(str(variant), manifest, together)
+        raw = RawVariant(str(variant), manifest, files, rooms)
         return read_all(self._folder(*_steps(variant)), raw, hear)
 
     def check(self, raw: RawVariant) -> dict[str, WeightDelta]:
@@ -256,18 +258,25 @@ class Store:
         Raises:
           VariantCorrupt: a file does not match its checksum; it is named.
         """
-        raw.check(raw.manifest.files)
+        raw.check()
         return {name: self.delta(raw, name) for name in raw.manifest.tensors}
 
-    def delta(self, raw: RawVariant, name: str) -> WeightDelta:
-        """One tensor's parts as they are held in memory; its files are read, and checked."""
-        arrays = raw.arrays(name)
+    def delta(self, raw: RawVariant, name: str, span: Span | None = None) -> WeightDelta:
+        """One tensor's parts as they are held in memory, or a span of them; what it needs of files
+        is read, and checked. A tail is given whole."""
+        arrays = raw.arrays(name, span)
         dense, tail, whole = arrays.get("dense"), arrays.get("rows"), arrays.get("whole")
         if whole is not None:
             against = raw.manifest.tensors[name].against or name
-            start = self.base_tensor(against).astype(np.float32)
-            dense = whole[: start.shape[0]].astype(np.float32) - start
-            tail = whole[start.shape[0] :] if whole.shape[0] > start.shape[0] else None
+
+            def difference() -> np.ndarray:
+                start = self.base_tensor(against).astype(np.float32)
+                return whole[: start.shape[0]].astype(np.float32) - start
+
+            dense = raw.once(f"{name} less the base's", difference)
+            tail = whole[dense.shape[0] :] if whole.shape[0] > dense.shape[0] else None
+            if span is not None:
+                dense = along(dense, span.dimension, span.start, span.stop)
         return WeightDelta(arrays.get("bits"), arrays.get("scale"), dense=dense, tail=tail)
 
     def tokenizer_files(self, variant: Variant | None) -> dict[str, bytes]:
@@ -461,12 +470,11 @@ def _inconsistent(manifest: Manifest, bases: list[str]) -> Iterator[str]:
 
 
 def _read_part(folder: Path, manifest: Manifest, part: Part, kind: type[Corrupt]) -> np.ndarray:
-    stored = empty_stored(part)
-    pieces = [stored] if part.shards == 1 else list(stored)
+    pieces = empty_pieces(part)
     for file, piece in zip(part.files(), pieces, strict=True):
         try:
             read_checked(folder / file, manifest.files[file], piece)
         except FileDamaged as error:
             where = BASE if manifest.is_base else f"{manifest.name}/{manifest.version}"
             raise kind(where, file, str(error)) from error
-    return join(stored, part)
+    return join(pieces, part)

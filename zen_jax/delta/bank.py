@@ -151,16 +151,11 @@ class BankSchema:
             vocab = jax.device_put(vocab, placement.sharding((None,)))
         return DeltaBank(map_specs(stacked, self.held.config), vocab)
 
-    def fit(
-        self,
-        tensors: Mapping[str, WeightDelta],
-        done: Mapping[tuple[str, ...], WeightDelta] | None = None,
-    ) -> DeltaBank:
+    def fit(self, tensors: Mapping[str, WeightDelta]) -> DeltaBank:
         """One variant in the shape of a slot; parts that it lacks are zero.
 
         Args:
           tensors: its deltas by Hugging Face tensor, in host memory.
-          done: weights that `fit_weight` has given already, by their sources.
 
         Returns:
           NumPy arrays.
@@ -171,22 +166,33 @@ class BankSchema:
           ValueError: the tensors are not this model's.
         """
         added = getattr(tensors.get(EMBED), "tail", None)
-        more = 0 if added is None else added.shape[0]
-        if more > self.held.tail or (HEAD in tensors and self.held.config.tie_word_embeddings):
+        vocab = self.vocabulary(tensors, 0 if added is None else added.shape[0])
+        return DeltaBank(
+            map_specs(lambda spec: self.fit_weight(spec, tensors), self.held.config), vocab
+        )
+
+    def vocabulary(self, names: Iterable[str], more: int) -> np.int32:
+        """How many tokens a variant has.
+
+        Args:
+          names: its Hugging Face tensors.
+          more: rows that its embedding has and the base lacks.
+
+        Raises:
+          DoesNotFit: that are more than the bank has room for, or a head that it has no room for.
+          ValueError: the tensors are not this model's.
+        """
+        own, tied = set(names), self.held.config.tie_word_embeddings
+        if more > self.held.tail or (HEAD in own and tied):
             raise DoesNotFit(
                 f"the variant has {more} more vocabulary rows than the base and "
-                f"{'a' if HEAD in tensors else 'no'} head of its own; the bank has room for "
+                f"{'a' if HEAD in own else 'no'} head of its own; the bank has room for "
                 f"{self.held.tail} more rows, and a head only if it was started with one"
             )
-        done = {} if done is None else done
-        names = {HEAD} if EMBED in tensors and not self.held.config.tie_word_embeddings else set()
-        check_names(self.held.config, dict.fromkeys(names | set(tensors)))
-
-        def fitted(spec: ParamSpec) -> WeightDelta:
-            return done.get(spec.sources) or self.fit_weight(spec, tensors)
-
-        weights = map_specs(fitted, self.held.config)
-        return DeltaBank(weights, np.int32(self.held.base.vocab_size + more))
+        if EMBED in own and not tied:
+            own.add(HEAD)
+        check_names(self.held.config, dict.fromkeys(own))
+        return np.int32(self.held.base.vocab_size + more)
 
     def fit_weight(self, spec: ParamSpec, tensors: Mapping[str, WeightDelta]) -> WeightDelta:
         """One weight of `fit`; `tensors` has its sources at least, for a head that the variant ties
