@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from server.events import Advanced, Committed, Fetched
+from server.inbox import InboxLimits
 from server.loader import Loader, Stages
 from server.requests import Failure, InboxFull, Request, TokenEvent
 from server.router import Router
@@ -189,7 +190,7 @@ class World:
             self.loader,
             cache,
             fake.ByteTokenizer,
-            INBOX,
+            InboxLimits(INBOX),
             lambda: self.now,
         )
         self.post = self.worker._inbox.put

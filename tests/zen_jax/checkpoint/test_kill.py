@@ -53,16 +53,17 @@ for action in actions:
     shutil.rmtree(path.parent / "new", ignore_errors=True)
     takes[action], status = run(action, None)
     assert status == 0, action
-died = 0
-for i in range(kills):
-    action = actions[i % 3]
+died = tries = 0
+while died < kills and tries < 4 * kills:
+    action = actions[tries % 3]
     shutil.rmtree(path.parent / "new", ignore_errors=True)
     _, status = run(action, draw.uniform(0.0, takes[action]))
     died += status == signal.SIGKILL
+    tries += 1
     new = path.parent / "new"
     if (new / "base").exists():
         assert Store(new).verify() == [], "half a base"
-    assert Store(path).verify() == [], (i, action)
+    assert Store(path).verify() == [], (tries, action)
 print(died)
 """
 
@@ -78,7 +79,7 @@ def test_killed_at_random_moments_the_store_is_whole(
         timeout=1000,
     )
     assert process.returncode == 0, process.stderr
-    assert int(process.stdout) >= kills // 2, "most of them have to die on the way"
+    assert int(process.stdout) == kills, "so many have to die on the way"
     assert store.verify() == []
     staging = Staging(store, bank_schema(store, slots=1))
     for version in store.versions("one"):
