@@ -19,8 +19,8 @@ def check_address(host: str, port: int) -> None:
         raise PortInUse(f"cannot listen on {host}:{port}; {why}")
 
 
-def why_not(host: str, port: int) -> str | None:
-    """Why a server cannot listen there now; None if it can."""
+def why_not(host: str, port: int, option: str = "--port") -> str | None:
+    """Why a server cannot listen there now; None if it can. `option` is what names the port."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
@@ -33,7 +33,7 @@ def why_not(host: str, port: int) -> str | None:
             trial.listen()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return "is another server there? --port 0 takes a free port"
+            return f"is another server there? {option} 0 takes a free port"
         if error.errno == errno.EADDRNOTAVAIL:
             return "this machine has no such address; --host 0.0.0.0 takes all it has"
         return (error.strerror or type(error).__name__).lower()

@@ -25,6 +25,9 @@ from jax.sharding import Mesh
 from server.address import PortInUse, why_not
 from server.admin import VariantService
 from server.health import GENERATE, VARIANTS, Health, watch
+from server.http.app import Api
+from server.http.models import Models
+from server.http.serving import HttpServer
 from server.incoming import Limits
 from server.loader import Loader, Stages, behind_others
 from server.router import Router
@@ -75,6 +78,7 @@ class ZenServer:
     Attributes:
         store: what is served.
         address: host:port, once started.
+        http: what answers over HTTP, if the options give it a port.
         engine: once ready.
         worker: once ready.
     """
@@ -97,13 +101,14 @@ class ZenServer:
         self._variants = VariantService(store, router)
         self._health = Health(store, router)
         self._server: grpc.aio.Server | None = None
+        self.http = self._http_server(Models(store, router))
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Opens the port: health, reflection and the list of variants answer from here on.
+        """Opens the ports: health, reflection and the list of variants answer from here on.
 
         Raises:
-            PortInUse: the address cannot be listened on.
+            PortInUse: an address cannot be listened on.
         """
         server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_CHANNEL_OPTIONS)
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(self._generate, server)
@@ -118,6 +123,8 @@ class ZenServer:
             why = await asyncio.to_thread(why_not, self._options.host, self._options.port)
             raise PortInUse(f"cannot listen on {where}; {why or 'gRPC refuses it'}") from None
         self.address = f"{self._options.host}:{port}"
+        if self.http is not None:
+            await self.http.start()
         await self._health.started()
         await server.start()
         self._server = server
@@ -173,6 +180,8 @@ class ZenServer:
             finished = await asyncio.to_thread(self.worker.drain, self._options.drain_s)
         # Their last words may still be waiting for a slow reader.
         finished &= await self._generate.idle(self._options.write_timeout_s)
+        if self.http is not None:
+            await self.http.stop(_CLOSING_S)
         if self._server is not None:
             await self._server.stop(_CLOSING_S)
         self._generate.close()
@@ -182,6 +191,19 @@ class ZenServer:
         """Cuts short a `stop` that waits for requests; from any thread."""
         if self.worker is not None:
             threading.Thread(target=self.worker.stop, daemon=True).start()
+
+    def _http_server(self, models: Models) -> HttpServer | None:
+        options = self._options
+        if options.http_port is None:
+            return None
+        api = Api(
+            self._generate,
+            models,
+            self._tokenizers,
+            live=lambda: self.worker is None or self.worker.alive,
+            write_timeout_s=options.write_timeout_s,
+        )
+        return HttpServer(api.app(), options.host, options.http_port, options.write_timeout_s)
 
     def _lost(self) -> None:
         self._generate.refuse("the engine has stopped")

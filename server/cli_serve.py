@@ -13,6 +13,10 @@ from server.cli_types import Products, StorePath
 
 Host = Annotated[str, typer.Option(help="The address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+HttpPort = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="Answer OpenAI's clients here too; 0 takes a free one."),
+]
 Rows = Annotated[int, typer.Option(min=1, help="Requests that run at once.")]
 Slots = Annotated[
     int | None,
@@ -46,6 +50,7 @@ def serve(
     store: StorePath,
     host: Host = "127.0.0.1",
     port: Port = 50051,
+    http_port: HttpPort = None,
     rows: Rows = 16,
     slots: Slots = None,
     max_length: kv.MaxLength = None,
@@ -73,6 +78,7 @@ def serve(
         options = ServeOptions(
             host=host,
             port=port,
+            http_port=http_port,
             rows=rows,
             slots=slots,
             max_length=max_length,

@@ -14,6 +14,7 @@ class ServeOptions:
     Attributes:
         host: the address to listen on.
         port: 0 takes a free one.
+        http_port: likewise, for OpenAI's HTTP interface; None leaves it closed.
         rows: requests that run at once.
         slots: variants that can be resident at once; None takes as many as the store has, at
             most 14.
@@ -41,6 +42,7 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 50051
+    http_port: int | None = None
     rows: int = 16
     slots: int | None = None
     max_length: int | None = None
@@ -67,8 +69,10 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"port is {self.port}; expected 0 to 65535")
+        for name in ("port", "http_port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 65536:
+                raise ValueError(f"{name} is {value}; expected 0 to 65535")
         if self.host_bytes is not None and self.host_bytes < 0:
             raise ValueError(f"host_bytes is {self.host_bytes}; expected at least 0")
         if not self.hang_s > 0:

@@ -22,7 +22,8 @@ def run(path: Path, options: ServeOptions) -> bool:
             bar.close()
             app.settle_memory()
             names = ", ".join(store.names()) or "no variant yet"
-            console.say(f"ready on {server.address}: base, {names}")
+            http = "" if server.http is None else f", over HTTP on {server.http.address}"
+            console.say(f"ready on {server.address}{http}: base, {names}")
 
         return asyncio.run(app.serve(store, options, report, ready))
 

@@ -1,5 +1,7 @@
 """The `zen` command: what it prints, and one line and status 2 for whatever it cannot do."""
 
+import contextlib
+import http.client
 import json
 import os
 import re
@@ -432,13 +434,14 @@ def test_a_setting_is_called_by_its_option(zen, tiny_store, option):
 
 @pytest.fixture
 def serving(tiny_store, compiled):
-    """`zen serve` in a process of its own, ready: (process, address)."""
+    """`zen serve` in a process of its own, ready: (process, address, address of HTTP)."""
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    arguments = ("serve", tiny_store, "--port", 0, "--rows", 2, "--max-length", 64)
+    arguments = ("serve", tiny_store, "--port", 0, "--http-port", 0, "--rows", 2)
+    arguments += ("--max-length", 64)
     process = subprocess.Popen(
         [sys.executable, "-m", "server.cli", *map(str, arguments)],
         env=environment,
@@ -448,24 +451,31 @@ def serving(tiny_store, compiled):
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    ready = re.fullmatch(r"ready on (\S+): base, tiny-a, tiny-b, tiny-c\n", line)
+    told = r"ready on (\S+), over HTTP on (\S+): base, tiny-a, tiny-b, tiny-c\n"
+    ready = re.fullmatch(told, line)
     assert ready, line + process.communicate()[1]
-    yield process, ready[1]
+    yield process, ready[1], ready[2]
     process.kill()
     process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_what_runs_finish(serving, number):
-    process, address = serving
-    with ZenClient(address) as client:
+    process, address, http_address = serving
+    over_http = http.client.HTTPConnection(http_address, timeout=30)
+    fields = {"model": "tiny-a", "prompt": "Hi", "max_tokens": 60, "ignore_eos": True}
+    with ZenClient(address) as client, contextlib.closing(over_http):
         stream = client.stream("tiny-a", "Hi", max_tokens=60, ignore_eos=True)
         texts = iter(stream)
         next(texts)
+        over_http.request("POST", "/v1/completions", json.dumps(fields | {"stream": True}))
+        answer = over_http.getresponse()
+        answer.readline()
         process.send_signal(number)
         for _ in texts:
             pass
         assert stream.generation.completion.usage.completion_tokens == 60
+        assert answer.read().endswith(b"data: [DONE]\n\n")
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0
     read, loaded, stopping = err.splitlines()

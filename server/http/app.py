@@ -1,0 +1,204 @@
+"""The routes, and what every request passes through on its way in and out."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from server import status
+from server.http import chat, completions
+from server.http.answer import Answer, Shape
+from server.http.body import ClientGone, Receive, parse, read_body
+from server.http.errors import CANCELLED, HttpError, of_exception
+from server.http.models import Models
+from server.http.reply import Reply, Send, encoded
+from server.http.schema import Call
+from server.service import GenerateService
+from zen_jax.checkpoint.manifest import Variant
+from zen_jax.tokenizer import Tokenizer
+
+type Scope = MutableMapping[str, Any]
+type Handler = Callable[[Scope, Receive, Reply], Awaitable[None]]
+
+# Longer ones are taken apart beside the loop.
+_LARGE_BODY_BYTES = 64 * 1024
+# Completions that are open at a time, whatever they wait for; each may hold a body.
+MAX_OPEN = 256
+# Of a request's headers.
+MAX_HEAD_BYTES = 32 * 1024
+# Where in a request's scope the server puts what cuts its connection.
+ABORT = "zen.abort"
+
+
+class Api:
+    """OpenAI's routes over a GenerateService."""
+
+    def __init__(
+        self,
+        service: GenerateService,
+        models: Models,
+        tokenizers: Callable[[Variant | None], Tokenizer],
+        *,
+        live: Callable[[], bool],
+        write_timeout_s: float,
+    ) -> None:
+        """Takes the parts that answer.
+
+        Args:
+            service: runs what is asked.
+            models: what can be asked.
+            tokenizers: a variant's tokenizer, the base's for None.
+            live: whether the process works at all.
+            write_timeout_s: how long a part of a response may wait for its reader.
+        """
+        self._service = service
+        self._models = models
+        self._tokenizers = tokenizers
+        self._live = live
+        self._write_timeout_s = write_timeout_s
+        self._open = 0
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        complete = ("POST",)
+        routes = [
+            Route("/v1/chat/completions", self._asgi(self._completion(chat)), methods=complete),
+            Route("/v1/completions", self._asgi(self._completion(completions)), methods=complete),
+            Route("/v1/models", self._asgi(self._list), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._asgi(self._model), methods=["GET"]),
+            Route("/health", self._asgi(self._health), methods=["GET"]),
+            Route("/ready", self._asgi(self._ready), methods=["GET"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        app.router.redirect_slashes = False
+        return app
+
+    def _asgi(self, handler: Handler) -> "_Endpoint":
+        return _Endpoint(partial(self._serve, handler))
+
+    async def _serve(self, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request by `handler`, and tells whatever goes wrong."""
+        reply = Reply(
+            send,
+            scope.get(ABORT, lambda: None),
+            self._write_timeout_s,
+            head=scope["method"] == "HEAD",
+        )
+        try:
+            if sum(len(name) + len(text) for name, text in scope["headers"]) > MAX_HEAD_BYTES:
+                text = f"the headers are longer than {MAX_HEAD_BYTES} bytes"
+                raise HttpError(431, text, code="headers_too_large", close=True)
+            await handler(scope, receive, reply)
+        except ClientGone:
+            pass
+        except Exception as error:
+            await _tell(of_exception(error), reply)
+
+    def _completion(self, shape: Shape) -> Handler:
+        async def handler(scope: Scope, receive: Receive, reply: Reply) -> None:
+            since = asyncio.get_running_loop().time()
+            if self._open >= MAX_OPEN:
+                text = f"{MAX_OPEN} requests are open, which is the limit"
+                raise status.resource_exhausted(text, None)
+            self._open += 1
+            try:
+                call = await _read_call(shape, scope, receive)
+                answer = Answer(call, shape, self._tokenizers)
+                await _while_there(answer.run(self._service, since, reply), receive)
+            finally:
+                self._open -= 1
+
+        return handler
+
+    async def _list(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        found = await asyncio.to_thread(self._models.all)
+        await reply.json(encoded({"object": "list", "data": found}))
+
+    async def _model(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        name = scope["path_params"]["name"]
+        await reply.json(encoded(await asyncio.to_thread(self._models.one, name)))
+
+    async def _health(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        if not self._live():
+            raise status.unavailable("the engine has stopped")
+        await reply.json(encoded({"status": "ok"}))
+
+    async def _ready(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        why = self._service.refusal
+        if why is not None:
+            raise status.unavailable(why)
+        await reply.json(encoded({"status": "ready"}))
+
+
+class _Endpoint:
+    """An ASGI application for one route; Starlette takes a bare function for something else."""
+
+    def __init__(self, serve: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._serve = serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._serve(scope, receive, send)
+
+
+async def _read_call(shape: Shape, scope: Scope, receive: Receive) -> Call:
+    headers = {name.decode("latin-1"): text.decode("latin-1") for name, text in scope["headers"]}
+    body = await read_body(headers, receive)
+
+    def call() -> Call:
+        return shape.call_of(parse(body), headers.get("x-request-timeout"))
+
+    return await asyncio.to_thread(call) if len(body) > _LARGE_BODY_BYTES else call()
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """404 for a path that there is not, 405 for a method that it does not take."""
+    path = request.scope["path"][:128]
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        failure = HttpError(405, f"{path} takes {allow} only", code="unknown_url", allow=allow)
+    else:
+        text = f"there is nothing at {path}; GET /v1/models is one of the paths"
+        failure = HttpError(404, text, code="unknown_url")
+    headers = {k.decode(): v.decode("latin-1") for k, v in failure.headers()}
+    return Response(failure.body(), failure.status, headers, "application/json")
+
+
+async def _tell(error: HttpError, reply: Reply) -> None:
+    """Sends an error, unless it is that of a reader who reads nothing."""
+    try:
+        if reply.started and error.status == CANCELLED:
+            await reply.cut()
+        else:
+            await reply.error(error)
+    except ClientGone:
+        pass
+
+
+async def _while_there(work: Coroutine[None, None, None], receive: Receive) -> None:
+    """Runs `work` to its end, or until the client has gone.
+
+    Raises:
+        ClientGone: it has, and `work` was cancelled.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_until_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
