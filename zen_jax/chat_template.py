@@ -7,6 +7,9 @@ processor time of each rendering. The child also counts the characters that come
 JSON over a socket, imports nothing but Jinja, gets none of this process's environment, and starts
 at the first rendering (about 0.1 s; later ones take well under a millisecond).
 
+Requests wait for one another where templates are rendered. So one that takes long again and again,
+though never too long, or is stopped each time, is not rendered at all until some time has passed.
+
 Where the system has no limit on address space (macOS), only time and output are bounded.
 
 Knows nothing of tokens; see `zen_jax.tokenizer`.
@@ -21,6 +24,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
@@ -34,6 +38,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_SOURCE = 256 * 1024  # characters of a template
 MAX_OUTPUT = 4 * 1024 * 1024  # characters that it may write
 CPU_SECONDS = 0.5  # of one rendering
+FREE_SECONDS = 0.05  # of each rendering; an honest one takes less
+BUDGET_SECONDS = 2.0  # beyond that, for all renderings of a template together
+REFILL = 0.1  # of a second that comes back to them in a second
 WAIT_SECONDS = 30.0  # for the child's answer on a busy machine
 MEMORY_BYTES = 512 * 1024 * 1024  # address space of the child; 30 MB are used at rest
 _INHERITED = ("LD_LIBRARY_PATH", "PATH")  # what a Python built to be shared needs to start
@@ -42,12 +49,18 @@ _INHERITED = ("LD_LIBRARY_PATH", "PATH")  # what a Python built to be shared nee
 class ChatTemplate:
     """A chat template, rendered in its own limited process. Safe to use from any thread."""
 
-    def __init__(self, source: str, cpu_seconds: float = CPU_SECONDS) -> None:
+    def __init__(
+        self,
+        source: str,
+        cpu_seconds: float = CPU_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Keeps the template; whether it is one shows at the first rendering.
 
         Args:
           source: the template.
           cpu_seconds: processor time that one rendering may take.
+          clock: in seconds.
 
         Raises:
           ValueError: it is longer than `MAX_SOURCE`.
@@ -61,6 +74,8 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._release: Callable[[], object] = lambda: None  # ends the child, once
+        self._clock = clock
+        self._budget, self._counted_at = BUDGET_SECONDS, clock()
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The template's text for these variables.
@@ -74,7 +89,9 @@ class ChatTemplate:
         """
         request = _pack({"source": self._source, "variables": dict(variables)})
         with self._lock:
+            self._refill()
             reply = self._ask(request)
+            self._budget -= max(0.0, reply.get("seconds", self._cpu_seconds) - FREE_SECONDS)
         if "text" in reply:
             return reply["text"]
         raise ValueError(f"the chat template {reply['error']}")
@@ -84,7 +101,17 @@ class ChatTemplate:
         with self._lock:
             self._stop()
 
-    def _ask(self, request: bytes) -> dict[str, str]:
+    def _refill(self) -> None:
+        now = self._clock()
+        earned = REFILL * (now - self._counted_at)
+        self._budget, self._counted_at = min(BUDGET_SECONDS, self._budget + earned), now
+        if self._budget <= 0:
+            raise ValueError(
+                "the chat template has taken too much processor time of late; try again in "
+                f"{1 - self._budget / REFILL:.0f} s"
+            )
+
+    def _ask(self, request: bytes) -> dict[str, Any]:
         if self._child is not None and self._child.process.poll() is not None:
             self._stop()  # ended by something else since the last rendering
         if self._child is None:
@@ -211,9 +238,10 @@ def _serve(link: Connection, cpu_seconds: float) -> None:
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        before = time.process_time()
         reply = _render(**request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        link.send_bytes(_pack(reply))
+        link.send_bytes(_pack({**reply, "seconds": time.process_time() - before}))
 
 
 if __name__ == "__main__":

@@ -88,6 +88,36 @@ def test_a_template_that_is_stopped_can_be_rendered_again() -> None:
     assert template.render({"n": 2}) == "ok"
 
 
+BUSY = "{% for i in range(n) %}{% for j in range(1000) %}{% endfor %}{% endfor %}ok"
+
+
+def test_a_template_that_is_stopped_too_often_is_left_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_template, "BUDGET_SECONDS", 0.3)
+    now = [0.0]
+    template = ChatTemplate(BUSY, cpu_seconds=0.25, clock=lambda: now[0])
+    for _ in range(100):  # short ones are free
+        assert template.render({"n": 1}) == "ok"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"0\.25 s or"):
+            template.render({"n": 99999})
+    with pytest.raises(ValueError, match=r"of late; try again in 2 s"):
+        template.render({"n": 1})
+    now[0] += 2
+    assert template.render({"n": 1}) == "ok"
+    template.close()
+
+
+def test_renderings_that_just_pass_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "BUDGET_SECONDS", 0.1)
+    template = ChatTemplate(BUSY, cpu_seconds=30, clock=lambda: 0.0)
+    with pytest.raises(ValueError, match="of late"):
+        for _ in range(20):
+            assert template.render({"n": 3000}) == "ok"
+    template.close()
+
+
 def test_a_child_that_something_else_ended_is_replaced() -> None:
     template = ChatTemplate("ok")
     assert template.render({}) == "ok"
