@@ -5,8 +5,6 @@
 // choice and not the number of rows', so that a row's result has the same bits in any batch.
 // AVX-512 by hand, chosen at run time; elsewhere the same sums in plain loops.
 
-#include <numeric>
-
 #include "../cpu_threads.h"
 #include "cpu_avx512.h"
 #include "cpu_many.h"
@@ -49,47 +47,26 @@ void widen_rows(Problem& p, ffi::ThreadPool& pool) {
   p.x16 = nullptr;
 }
 
-template <typename Each>
-void each_block(const Problem& p, ffi::ThreadPool& pool, const Each& each) {
-  const int64_t blocks = (p.outputs + kBlock - 1) / kBlock;
-  const bool alone = p.rows * p.inputs * p.outputs <= kParallelWork;
-  share_out(pool, blocks, alone, [&](int64_t b) {
-    each(b * kBlock, std::min(p.outputs, (b + 1) * kBlock));
-  });
-}
-
-// A product's blocks of outputs: whole ones, and so that threads end together what is left over in
-// as many parts as there are threads.
-class Blocks {
- public:
-  explicit Blocks(const Problem& p) : outputs_(p.outputs) {
-    whole_ = p.outputs / (p.threads * kBlock) * p.threads;
-    const int64_t left = outputs_ - whole_ * kBlock, each = (left + p.threads - 1) / p.threads;
-    part_ = (each + kLanes - 1) / kLanes * kLanes;
-    count_ = whole_ + (left ? (left + part_ - 1) / part_ : 0);
-  }
-  int64_t count() const { return count_; }
-  int64_t begin(int64_t i) const {
-    return std::min(outputs_, std::min(i, whole_) * kBlock + std::max<int64_t>(i - whole_, 0) * part_);
-  }
-
- private:
-  int64_t outputs_, whole_, part_, count_;
-};
-
-// Lays rows out and makes their tables, and then block after block of outputs.
+// Lays rows out and makes their tables, and then block after block of outputs. The weights that
+// threads begin with are on their way meanwhile.
 template <typename T, typename Each>
 void in_blocks(const Problem& p, Rows<T>& rows, Tables& tables, ffi::ThreadPool& pool, const Each& each) {
   const Blocks blocks(p);
   const bool alone = p.rows * p.inputs * p.outputs <= kParallelWork;
+  const int64_t count = p.rows + tables.rows();
   const auto prepare = [&](int64_t i) {
+    for (int64_t t = 0; t < p.threads; t++) {
+      const Block first = blocks[t];
+      const Ahead ahead = p.weights_ahead(first.begin, std::min(first.begin + p.far(), first.end)).part(i, count);
+      ahead.fetch(0, ahead.lines);
+    }
     if (i < tables.rows())
       tables.fill(i);
     else
       rows.fill(i - tables.rows());
   };
-  const auto block = [&](int64_t b) { each(blocks.begin(b), blocks.begin(b + 1)); };
-  share_out_after(pool, p.rows + tables.rows(), prepare, blocks.count(), block, alone);
+  const auto block = [&](int64_t b) { each(blocks[b], blocks[b + p.threads]); };
+  share_out_after(pool, count, prepare, blocks.count(), block, alone);
 }
 
 void few(Problem p, bool portable, ffi::ThreadPool& pool) {
@@ -101,37 +78,26 @@ void few(Problem p, bool portable, ffi::ThreadPool& pool) {
 #if defined(ZEN_AVX512)
   if (bf16) {
     Rows<uint16_t> rows(p, for_rows);
-    return in_blocks(p, rows, tables, pool, [&](int64_t begin, int64_t end) {
-      avx512_block<uint16_t, true>(p, rows, tables, begin, end);
+    return in_blocks(p, rows, tables, pool, [&](const Block& block, const Block& next) {
+      avx512_block<uint16_t, true>(p, rows, tables, block, next);
     });
   }
 #endif
   Rows<float> rows(p, for_rows);
-  in_blocks(p, rows, tables, pool, [&](int64_t begin, int64_t end) {
+  in_blocks(p, rows, tables, pool, [&](const Block& block, const Block& next) {
 #if defined(ZEN_AVX512)
-    if (cpu.avx512 && p.w_bf16) return avx512_block<float, true>(p, rows, tables, begin, end);
-    if (cpu.avx512) return avx512_block<float, false>(p, rows, tables, begin, end);
-    if (cpu.avx2) return avx2_block(p, rows, tables, begin, end);
+    if (cpu.avx512 && p.w_bf16) return avx512_block<float, true>(p, rows, tables, block, next);
+    if (cpu.avx512) return avx512_block<float, false>(p, rows, tables, block, next);
+    if (cpu.avx2) return avx2_block(p, rows, tables, block);
 #endif
-    plain_block(p, rows, tables, begin, end);
+    plain_block(p, rows, tables, block);
   });
 }
-
-// A prompt's tasks: whole blocks, and so that threads end together those left over share by share.
-struct PromptTasks {
-  int64_t whole, blocks, shares;
-
-  explicit PromptTasks(const Problem& p) : blocks((p.outputs + kPromptBlock - 1) / kPromptBlock) {
-    const int64_t left = blocks % p.threads;
-    shares = left && p.rows >= 64 ? p.threads / std::gcd(left, p.threads) : 1;
-    whole = shares > 1 ? blocks - left : blocks;
-  }
-  int64_t count() const { return whole + (blocks - whole) * shares; }
-};
 
 void many(Problem p, bool portable, ffi::ThreadPool& pool) {
   const Processor cpu = processor(portable);
   const std::vector<Party> all = parties(p);
+  const ManyTasks tasks(p);
 #if defined(ZEN_AVX512)
   if (cpu.bf16 && p.x16 && p.w_bf16) {
     thread_local Scratch for_tables, for_rows;
@@ -139,25 +105,20 @@ void many(Problem p, bool portable, ffi::ThreadPool& pool) {
     share_out(pool, rounding.count(), false, [&](int64_t i) { rounding.judge(i); });
     Tables tables(p, true, for_tables, [&](int32_t slot) { return rounding.tables(slot); });
     const PromptTiles tiles(p, all, tables, for_rows);
-    const PromptTasks tasks(p);
     const auto fill = [&](int64_t i) { tiles.fill(i, tables); };
-    const auto block = [&](int64_t i) {
-      const int64_t part = std::max<int64_t>(i - tasks.whole, 0), shares = i < tasks.whole ? 1 : tasks.shares;
-      const int64_t begin = (std::min(i, tasks.whole) + part / shares) * kPromptBlock;
-      bf16_prompt(p, all, rounding, tiles, tables, begin, std::min(begin + kPromptBlock, p.outputs),
-                  part % shares, shares);
-    };
+    const auto block = [&](int64_t i) { bf16_prompt(p, all, rounding, tiles, tables, tasks[i]); };
     return share_out_after(pool, tiles.count(), fill, tasks.count(), block, false);
   }
 #endif
   widen_rows(p, pool);
-  each_block(p, pool, [&](int64_t begin, int64_t end) {
+  const bool alone = p.rows * p.inputs * p.outputs <= kParallelWork;
+  share_out(pool, tasks.count(), alone, [&](int64_t i) {
 #if defined(ZEN_AVX512)
-    if (cpu.avx512 && p.w_bf16) return avx512_many<true>(p, all, begin, end);
-    if (cpu.avx512) return avx512_many<false>(p, all, begin, end);
-    if (cpu.avx2) return avx2_many(p, all, begin, end);
+    if (cpu.avx512 && p.w_bf16) return avx512_many<true>(p, all, tasks[i]);
+    if (cpu.avx512) return avx512_many<false>(p, all, tasks[i]);
+    if (cpu.avx2) return avx2_many(p, all, tasks[i]);
 #endif
-    plain_many(p, all, begin, end);
+    plain_many(p, all, tasks[i]);
   });
 }
 

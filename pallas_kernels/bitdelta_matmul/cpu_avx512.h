@@ -14,33 +14,22 @@
 
 namespace zen {
 
-// What is fetched into the cache beside a product: so many lines from `from` on.
-struct Ahead {
-  const uint8_t* from = nullptr;
-  int64_t lines = 0;
-
-  // The lines [done, done + count) of them, as far as they go.
-  void fetch(int64_t done, int64_t count) const {
-    for (int64_t i = done; i < std::min(done + count, lines); i++)
-      __builtin_prefetch(from + i * 64, 0, 2);
-  }
-  // How many are due in each of so many steps.
-  int64_t each(int64_t steps) const { return (lines + steps - 1) / std::max<int64_t>(steps, 1); }
-  // Part `i` of `parts` of them.
-  Ahead part(int64_t i, int64_t parts) const {
-    const int64_t begin = lines * i / parts;
-    return {from + begin * 64, lines * (i + 1) / parts - begin};
-  }
-};
+// The halves of two registers added to each other, and the quarters of each half: of either register
+// one part stays in its place, the other is brought to it by a single shuffle for both.
+ZEN_AVX512 inline __m512 add_halves(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_mask_blend_ps(0xFF00, a, b), _mm512_shuffle_f32x4(a, b, 0x4E));
+}
+ZEN_AVX512 inline __m512 add_quarters(__m512 a, __m512 b) {
+  const __m512 others = _mm512_mask_blend_ps(0x0F0F, a, b);
+  return _mm512_add_ps(_mm512_mask_blend_ps(0xF0F0, a, b), _mm512_shuffle_f32x4(others, others, 0xB1));
+}
 
 // across() of four registers at once, in the same order of additions.
 ZEN_AVX512 inline __m128 across(__m512 a, __m512 b, __m512 c, __m512 d) {
-  const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
-  const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
-  __m512 v = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+  __m512 v = add_quarters(add_halves(a, b), add_halves(c, d));  // sums of a, c, b and d
   v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4E));
   v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xB1));
-  const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+  const __m512i first = _mm512_setr_epi32(0, 8, 4, 12, 0, 8, 4, 12, 0, 8, 4, 12, 0, 8, 4, 12);
   return _mm512_castps512_ps128(_mm512_permutexvar_ps(first, v));
 }
 
@@ -406,26 +395,25 @@ class Lines {
   int64_t o_, each_, parts_, all_, done_ = 0;
 };
 
+// `next`: the block that this thread is likely to take after this one.
 template <typename T, bool kBf16>
-void avx512_block(const Problem& p, const Rows<T>& rows, const Tables& tables, int64_t begin, int64_t end) {
-  Lines lines(p, tables, begin, end - begin, (end - begin + 3) / 4 * rows.tiles());
-  const int64_t row = p.inputs * (kBf16 ? 2 : 4);
-  int64_t o = begin;
-  for (; o + 4 <= end; o += 4) {
-    // After the last tile of this block comes the first of the one that this thread is likely to
-    // take next.
-    const int64_t after = o + 8 <= end ? o + 4 : begin + p.threads * kBlock;
-    const int64_t next = after + 4 <= p.outputs ? (after - o) * row : 0;
+void avx512_block(const Problem& p, const Rows<T>& rows, const Tables& tables, const Block& block,
+                  const Block& next) {
+  const int64_t far = p.far(), whole = block.begin + block.size() / 4 * 4;
+  // Signs come first, so that they and the next block's first weights have the same time each.
+  const int64_t parts = std::max<int64_t>((block.size() + 3) / 4 - far / 4, 1) * rows.tiles();
+  Lines lines(p, tables, block.begin, block.size(), parts);
+  int64_t o = block.begin;
+  for (; o < whole; o += 4) {
+    const int64_t then = o + far < whole ? o + far : next.begin + o + far - whole;
+    const int64_t bytes = then < whole || then + 4 <= next.end ? p.weight_bytes(then - o) : 0;
     for (int64_t t = 0; t < rows.tiles(); t++)
-      tiles<T, kBf16, 4>(p, rows, t, o, t ? 0 : next, lines.next());
+      tiles<T, kBf16, 4>(p, rows, t, o, t ? 0 : bytes, lines.next());
   }
-  for (; o < end; o++)
+  for (; o < block.end; o++)
     for (int64_t t = 0; t < rows.tiles(); t++) tiles<T, kBf16, 1>(p, rows, t, o, 0, lines.next());
-  // The next block's first tile is on its way; the others follow.
-  const int64_t second = begin + p.threads * kBlock + 4, last = std::min(second + kBlock - 4, p.outputs);
-  Ahead after;
-  if (second < last) after = {static_cast<const uint8_t*>(p.w) + second * row, (last - second) * row / 64};
-  avx512_signs(p, tables, begin, end - begin, after);
+  // The next block's first tiles are on their way; the others follow.
+  avx512_signs(p, tables, block.begin, block.size(), p.weights_ahead(next.begin + far, next.end));
 }
 
 }  // namespace zen

@@ -46,8 +46,8 @@ ZEN_INLINE int32_t plain_sum(const uint8_t* bits, const Entry& entry, int64_t by
 }
 
 ZEN_INLINE void plain_block_body(const Problem& p, const Rows<float>& rows, const Tables& tables,
-                                 int64_t begin, int64_t end) {
-  for (int64_t o = begin; o < end; o++)
+                                 const Block& block) {
+  for (int64_t o = block.begin; o < block.end; o++)
     for (int64_t t = 0; t < rows.tiles(); t++) {
       const int64_t first = rows.begin(t), count = rows.begin(t + 1) - first;
       for (int64_t b = 0; b < count; b++) {
@@ -60,7 +60,7 @@ ZEN_INLINE void plain_block_body(const Problem& p, const Rows<float>& rows, cons
     for (int64_t level = 0; level < p.levels; level++)
       for (int64_t e = group.begin; e < group.end; e++) {
         const Entry& entry = tables.entries()[e];
-        for (int64_t o = begin; o < end; o++) {
+        for (int64_t o = block.begin; o < block.end; o++) {
           const int64_t at = p.at(group.slot, level, o);
           const float sum = float(plain_sum(p.bits + at * p.bytes, entry, p.bytes));
           p.y[entry.row * p.outputs + o] += sum * entry.scale * p.scale[at];
@@ -68,16 +68,16 @@ ZEN_INLINE void plain_block_body(const Problem& p, const Rows<float>& rows, cons
       }
 }
 
-inline void plain_block(const Problem& p, const Rows<float>& rows, const Tables& tables, int64_t begin,
-                        int64_t end) {
-  plain_block_body(p, rows, tables, begin, end);
+inline void plain_block(const Problem& p, const Rows<float>& rows, const Tables& tables,
+                        const Block& block) {
+  plain_block_body(p, rows, tables, block);
 }
 
 #if defined(ZEN_AVX2)
 // A call of fmaf for every product would be a hundred times slower.
 ZEN_AVX2 inline void avx2_block(const Problem& p, const Rows<float>& rows, const Tables& tables,
-                                int64_t begin, int64_t end) {
-  plain_block_body(p, rows, tables, begin, end);
+                                const Block& block) {
+  plain_block_body(p, rows, tables, block);
 }
 #endif
 

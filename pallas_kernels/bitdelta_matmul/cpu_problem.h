@@ -21,9 +21,30 @@
 namespace zen {
 
 constexpr int64_t kLanes = 16;
-constexpr int64_t kStep = 32;    // inputs of one step
-constexpr int64_t kBlock = 64;   // outputs that one task takes
-constexpr int64_t kChunk = 1024; // inputs that a product of many rows sums before it goes on
+constexpr int64_t kStep = 32;       // inputs of one step
+constexpr int64_t kBlock = 64;      // outputs that one task takes
+constexpr int64_t kFar = 24 << 10;  // bytes of weights that are on their way while others are used
+constexpr int64_t kChunk = 1024;    // inputs that a product of many rows sums before it goes on
+
+// What is fetched into the cache beside a product: so many lines from `from` on.
+struct Ahead {
+  const uint8_t* from = nullptr;
+  int64_t lines = 0;
+
+  // The lines [done, done + count) of them, as far as they go. (A compiler drops calls of functions
+  // that do nothing else, so it may not be one.)
+  ZEN_INLINE void fetch(int64_t done, int64_t count) const {
+    for (int64_t i = done; i < std::min(done + count, lines); i++)
+      __builtin_prefetch(from + i * 64, 0, 2);
+  }
+  // How many are due in each of so many steps.
+  int64_t each(int64_t steps) const { return (lines + steps - 1) / std::max<int64_t>(steps, 1); }
+  // Part `i` of `parts` of them.
+  Ahead part(int64_t i, int64_t parts) const {
+    const int64_t begin = lines * i / parts;
+    return {from + begin * 64, lines * (i + 1) / parts - begin};
+  }
+};
 
 struct Problem {
   const float* x;       // [rows, inputs]; null where x16 is not
@@ -47,6 +68,40 @@ struct Problem {
     return (slot * levels + level) * outputs + output;
   }
   int64_t steps() const { return (inputs + kStep - 1) / kStep; }
+  int64_t weight_bytes(int64_t outs) const { return outs * inputs * (w_bf16 ? 2 : 4); }
+  // How many outputs ahead weights are asked for: whole fours of them.
+  int64_t far() const { return std::clamp<int64_t>(kFar / weight_bytes(4), 1, kBlock / 4) * 4; }
+  // The weights of outputs [begin, end), to be fetched.
+  Ahead weights_ahead(int64_t begin, int64_t end) const {
+    if (begin >= end) return {};
+    return {static_cast<const uint8_t*>(w) + weight_bytes(begin), weight_bytes(end - begin) / 64};
+  }
+};
+
+struct Block {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+// A product's blocks of outputs: whole ones, and so that threads end together what is left over in
+// as many parts as there are threads. Those behind the last are empty.
+class Blocks {
+ public:
+  explicit Blocks(const Problem& p) : outputs_(p.outputs) {
+    whole_ = p.outputs / (p.threads * kBlock) * p.threads;
+    const int64_t left = outputs_ - whole_ * kBlock, each = (left + p.threads - 1) / p.threads;
+    part_ = (each + kLanes - 1) / kLanes * kLanes;
+    count_ = whole_ + (left ? (left + part_ - 1) / part_ : 0);
+  }
+  int64_t count() const { return count_; }
+  Block operator[](int64_t i) const { return {begin(i), begin(i + 1)}; }
+
+ private:
+  int64_t begin(int64_t i) const {
+    return std::min(outputs_, std::min(i, whole_) * kBlock + std::max<int64_t>(i - whole_, 0) * part_);
+  }
+
+  int64_t outputs_, whole_, part_, count_;
 };
 
 inline float widen(uint16_t half) {

@@ -21,11 +21,10 @@
 namespace zen {
 
 constexpr float kLost = 0.035f;
-constexpr int64_t kPromptBlock = 64;  // outputs that one task takes
 constexpr int64_t kWide = 2048;       // inputs that are summed before going on
 constexpr int64_t kTried = 128;       // inputs by which a block is judged
 constexpr int kHalf = 2;              // registers of outputs in a tile
-constexpr int kPromptParts = kPromptBlock / kLanes;
+constexpr int kPromptParts = kBlock / kLanes;
 
 // One output's effective weights, 16 at a time, in float32.
 struct Effective {
@@ -292,17 +291,17 @@ void prompt_rows(const Problem& p, const PromptTile& tile, const PromptPart& par
 class Rounding {
  public:
   Rounding(const Problem& p, const std::vector<Party>& all)
-      : p_(p), all_(all), blocks_((p.outputs + kPromptBlock - 1) / kPromptBlock),
+      : p_(p), all_(all), blocks_((p.outputs + kBlock - 1) / kBlock),
         may_(all.size() * blocks_) {}
 
   int64_t count() const { return static_cast<int64_t>(may_.size()); }
   void judge(int64_t i) {
-    const int64_t begin = i % blocks_ * kPromptBlock;
-    const int64_t outs = std::min(kPromptBlock, p_.outputs - begin);
+    const int64_t begin = i % blocks_ * kBlock;
+    const int64_t outs = std::min(kBlock, p_.outputs - begin);
     const int32_t slot = all_[i / blocks_].slot;
     may_[i] = slot >= 0 && roundable(p_, slot, begin, outs);
   }
-  bool may(size_t party, int64_t begin) const { return may_[party * blocks_ + begin / kPromptBlock]; }
+  bool may(size_t party, int64_t begin) const { return may_[party * blocks_ + begin / kBlock]; }
   // Whether a variant's signs have to be looked up in any block.
   bool tables(int32_t slot) const {
     for (size_t i = 0; i < may_.size(); i++)
@@ -328,7 +327,7 @@ class PromptBlock {
   void multiply(const PromptTiles& tiles, const Tables& tables, int64_t first, int64_t last, int32_t slot,
                 int32_t signs) {
     thread_local Scratch for_base, for_slot, for_codes;
-    uint16_t* w = (slot < 0 ? for_base : for_slot).get<uint16_t>(kPromptBlock * kWide);
+    uint16_t* w = (slot < 0 ? for_base : for_slot).get<uint16_t>(kBlock * kWide);
     if (slot >= 0 || !base_) prompt_weights(p_, slot, begin_, outs_, from_, size_, w);
     base_ = base_ || slot < 0;
     const int64_t levels = signs < 0 ? 0 : p_.levels, each = kPromptParts * words_;
@@ -369,17 +368,16 @@ class PromptBlock {
   bool base_ = false;  // whether the base's own weights have been laid out
 };
 
-// Outputs [begin, end) of share `share` of `shares` of each party's tiles.
+// A task's outputs of its share of each party's tiles.
 inline void bf16_prompt(const Problem& p, const std::vector<Party>& all, const Rounding& rounding,
-                        const PromptTiles& tiles, const Tables& tables, int64_t begin, int64_t end,
-                        int64_t share, int64_t shares) {
+                        const PromptTiles& tiles, const Tables& tables, const ManyTask& task) {
   for (int64_t from = 0; from < p.inputs; from += kWide) {
-    PromptBlock block(p, begin, end - begin, from);
+    PromptBlock block(p, task.begin, task.end - task.begin, from);
     for (int64_t t = 0, last; t < tiles.count(); t = last) {
       for (last = t; last < tiles.count() && tiles[last].party == tiles[t].party;) last++;
-      const int64_t first = t + share * (last - t) / shares, until = t + (share + 1) * (last - t) / shares;
+      const int64_t first = t + task.first(last - t), until = t + task.last(last - t);
       const int32_t slot = all[tiles[t].party].slot;
-      const bool may = rounding.may(tiles[t].party, begin);
+      const bool may = rounding.may(tiles[t].party, task.begin);
       if (first < until) block.multiply(tiles, tables, first, until, may ? slot : -1, may ? -1 : slot);
     }
   }
