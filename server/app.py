@@ -29,7 +29,7 @@ from server.http.app import Api
 from server.http.models import Models
 from server.http.serving import HttpServer
 from server.incoming import Limits
-from server.loader import Loader, Stages, behind_others
+from server.loader import Loader, Stages
 from server.router import Router
 from server.serve_options import ServeOptions
 from server.service import GenerateService
@@ -259,7 +259,7 @@ def make_worker(
     )
     worker = Worker(
         engine,
-        Loader(Stages(behind_others(staging.read), staging.verify, engine.put)),
+        Loader(Stages(staging.read, staging.verify, engine.put)),
         config,
         tokenizers,
         options.inbox_limits(),

@@ -48,6 +48,8 @@ _PIECE = 2**20
 # What the projection assumes: the specification's variant, its cards, and what each reads a second.
 _BYTES, _CARDS, _CARD_BYTES_S, _WANTED_MS = 8.75e9, 8, 5.5e9, 200.0
 _CHANGE = 1e-3
+# Answers of others last for seconds: reading the prompt of the next one holds up all as a load may.
+_LENGTH = 1024
 # What an unload or a first token leaves to be done is over after it; nothing tells of its end.
 _SETTLE_S = 0.1
 # More than any load takes, by far.
@@ -99,7 +101,7 @@ def bench_coldstart(store: Store, plan: ColdPlan, progress: Progress) -> dict[st
             made = made_up_variant(Path(folder), shape_config(plan.model))
             figures = _Loads(*made).measure(plan.repeats, progress)
     with _with_variant(store, progress) as (opened, variant):
-        options = ServeOptions(rows=plan.rows + plan.waiting, slots=2, max_length=64, pinned=0)
+        options = ServeOptions(rows=plan.rows + plan.waiting, slots=2, max_length=_LENGTH, pinned=0)
         engine = build_engine(opened, options, progress)
         loads = _Loads(opened, variant)
         figures = figures or loads.measure(plan.repeats, progress)
@@ -282,7 +284,7 @@ class _Serving:
             if event.finish is not None:
                 self.stream()
 
-        self.ask(None, 56, heard)
+        self.ask(None, _LENGTH - 8, heard)
 
     def quiet(self) -> float:
         """Milliseconds between two tokens of a row, without a load."""

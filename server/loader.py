@@ -10,9 +10,7 @@ there may hang here without holding up any other; what it holds counts until it 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 import uuid
@@ -33,9 +31,6 @@ type Post = Callable[[LoadEvent], None]
 type Spawn = Callable[[Callable[[], None]], None]
 
 _log = logging.getLogger(__name__)
-
-# Decoding goes before loading where they share processors.
-_NICENESS = 10
 
 
 @dataclass(frozen=True)
@@ -282,20 +277,6 @@ def _failure(variant: Variant, attempt: int, error: Exception) -> LoadFailed:
         return LoadFailed(variant.digest, attempt, "load_failed", str(error))
     message = f"{variant.name} could not be loaded (error {error_id})"
     return LoadFailed(variant.digest, attempt, "load_failed", message)
-
-
-def behind_others[A, R](stage: Callable[[A], R]) -> Callable[[A], R]:
-    """A stage that gives its thread, and those that it starts, less of the processors than decoding
-    gets. Not for what keeps the interpreter for long: who waits for it would wait for its turn."""
-
-    def run(argument: A) -> R:
-        with contextlib.suppress(OSError):
-            thread = threading.get_native_id()
-            niceness = os.getpriority(os.PRIO_PROCESS, thread)
-            os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICENESS)
-        return stage(argument)
-
-    return run
 
 
 def _spawn_thread(task: Callable[[], None]) -> None:

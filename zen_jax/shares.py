@@ -10,7 +10,7 @@ vocabulary, is made once for all.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,8 @@ from zen_jax.delta.widen import HeldShape
 from zen_jax.layout import EMBED, HEAD, ParamSpec, map_specs, param_specs, tensor_shapes
 from zen_jax.sharding import MODEL, Placement
 
+# Arrays that are put in one call: about a millisecond's work.
+_AT_ONCE = 32
 # A weight's sources, and the place that it is of; None: all.
 Key = tuple[tuple[str, ...], int | None]
 
@@ -170,20 +172,30 @@ class Shares:
             )
         ]
 
-    def put(self, slots: Mapping[int, DeltaBank], memory: str | None) -> DeltaBank:
+    def put(
+        self,
+        slots: Mapping[int, DeltaBank],
+        memory: str | None,
+        pause: Callable[[], None] = lambda: None,
+    ) -> DeltaBank:
         """A slot on the devices: each is given what its place holds, and nothing else.
 
         Args:
           slots: of each place that this process has a device of.
           memory: a kind of the devices' memory; None: their own.
+          pause: called after every few arrays.
 
         Returns:
           Arrays over the whole mesh, ready.
         """
-        own = [
-            jax.device_put(slots[place], SingleDeviceSharding(device, memory_kind=memory))
-            for device, place in self._devices()
-        ]
+        own: list[DeltaBank] = []
+        for device, place in self._devices():
+            leaves, shape = jax.tree.flatten(slots[place])
+            for i in range(0, len(leaves), _AT_ONCE):
+                where = SingleDeviceSharding(device, memory_kind=memory)
+                leaves[i : i + _AT_ONCE] = jax.device_put(leaves[i : i + _AT_ONCE], where)
+                pause()
+            own.append(jax.tree.unflatten(shape, leaves))
         jax.block_until_ready(own)
         if self.placement is None:
             return own[0]

@@ -24,8 +24,8 @@ from zen_jax.sharding import Placement
 from zen_jax.shares import Key, Piece, Shares
 
 _PINNED = "pinned_host"
-# A load beside requests works for so long, then rests for so many times that.
-_WORK_S, _RESTS = 0.001, 2.0
+# A load beside requests works for so long, then rests for so many times that; no longer in all.
+_WORK_S, _RESTS, _RESTED_S = 0.001, 9.0, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,13 @@ class ReadVariant:
       raw: the files.
       pieces: what is to be made of them.
       done: those that are in the bank's shapes already.
+      rest: how the load makes way for requests.
     """
 
     raw: RawVariant
     pieces: Sequence[Piece]
     done: dict[Key, WeightDelta]
+    rest: "Rest"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Staging:
       store: where they are read.
       schema: the bank's shapes.
       placement: the mesh, or None for one device.
-      busy: whether requests decode on the processors that a load works on; it then rests for twice
-        as long as it works, a few milliseconds each time.
+      busy: whether requests decode on the processors that a load works on; it then works a tenth
+        of the time, until it has rested for 2 s in all.
     """
 
     store: Store
@@ -91,7 +93,7 @@ class Staging:
         files = [file for file in manifest.files if file in of_file or file not in chunks]
         done: dict[Key, WeightDelta] = {}
         lock = threading.Lock()
-        rest = _Rest(self.busy)
+        rest = Rest(self.busy)
 
         def hear(raw: RawVariant, file: str) -> None:
             rest.after_a_while()
@@ -105,16 +107,16 @@ class Staging:
                         done[pieces[i].key] = self._fit(raw, pieces[i])
 
         rooms = self.shares.rooms(manifest, pieces)
-        raw = self.store.read_files(variant, hear, files, rooms)
-        return ReadVariant(raw, pieces, done)
+        raw = self.store.read_files(variant, hear, files, rooms, rest.after_a_while)
+        return ReadVariant(raw, pieces, done, rest)
 
     def _fit(self, raw: RawVariant, piece: Piece) -> WeightDelta:
         deltas = {name: self.store.delta(raw, name, span) for name, span in piece.spans.items()}
         return self.shares.fit(piece, deltas)
 
     def verify(self, read: ReadVariant) -> DeltaBank:
-        """What was read, checked and in the shapes of a slot: in host memory, or with several
-        devices where each of them takes its share.
+        """What was read, checked and in the shapes of a slot, as arrays that `Engine.put` takes: in
+        host memory, on accelerators pinned, for each device its share.
 
         Raises:
           VariantCorrupt: a file does not match its checksum; it is named.
@@ -128,23 +130,26 @@ class Staging:
         for piece in read.pieces:
             if piece.key not in done:
                 done[piece.key] = self._fit(raw, piece)
+            read.rest.after_a_while()
         slots = self.shares.slots(done, vocab)
-        host = jax.default_backend() == "cpu"
-        if host and self.placement is None:
-            return slots[0]
-        return self.shares.put(slots, None if host else _PINNED)
+        memory = None if jax.default_backend() == "cpu" else _PINNED
+        return self.shares.put(slots, memory, read.rest.after_a_while)
 
 
-class _Rest(threading.local):
-    """Has a thread sleep now and then, so that others have its processor meanwhile."""
+class Rest:
+    """Has the threads of a load sleep now and then, so that others have their processors."""
 
     def __init__(self, busy: Callable[[], bool]) -> None:
-        self._busy, self._since = busy, time.thread_time()
+        """Takes whether somebody needs the processors."""
+        self._busy, self._left, self._own = busy, _RESTED_S, threading.local()
 
     def after_a_while(self) -> None:
-        """Sleeps if the thread has worked for long enough and somebody needs the processor."""
-        worked = time.thread_time() - self._since
+        """Sleeps if the thread has worked for long enough, and the load has not rested for long."""
+        now = time.thread_time()
+        worked = now - self._own.__dict__.setdefault("since", now)
         if worked > _WORK_S:
-            if self._busy():
-                time.sleep(_RESTS * worked)
-            self._since = time.thread_time()
+            pause = min(_RESTS * worked, self._left)
+            if pause > 0 and self._busy():
+                self._left -= pause
+                time.sleep(pause)
+            self._own.since = time.thread_time()

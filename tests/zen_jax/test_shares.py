@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from zen_jax import staging
 from zen_jax.checkpoint.load import bank_schema, read_base
 from zen_jax.checkpoint.manifest import Manifest, VariantCorrupt
 from zen_jax.checkpoint.store import Store
@@ -132,9 +133,9 @@ def below(folder: Path, counted: Counter[str]) -> dict[str, int]:
     }
 
 
-def assert_the_same(staging: Staging, store: Store, staged: Any) -> None:
+def assert_the_same(loading: Staging, store: Store, staged: Any) -> None:
     """What lies on the devices is what one process would have given them whole."""
-    schema, place = staging.schema, staging.placement
+    schema, place = loading.schema, loading.placement
     whole = schema.fit(store.read_variant(store.variant("one")))
     where = ResidentBank(schema, {}, place, ordered=False).packed_shardings(stacked=False)
     leaves, wanted = jax.tree.leaves(staged), jax.tree.leaves(whole)
@@ -150,13 +151,13 @@ def test_every_device_holds_its_part_bit_for_bit(
     make_store: Any, devices: Any, bytes_read: Counter[str], shards: int, data: int
 ) -> None:
     store = make_store(shards)
-    staging, variant = stage(store, data), store.variant("one")
+    loading, variant = stage(store, data), store.variant("one")
     bytes_read.clear()
-    read = staging.read(variant)
+    read = loading.read(variant)
     files = store.manifest(variant).files
     counted = below(variant.path, bytes_read)
     assert {f: counted.get(f, 0) for f in files} == {f: e.size for f, e in files.items()}
-    assert_the_same(staging, store, staging.verify(read))
+    assert_the_same(loading, store, loading.verify(read))
 
 
 @pytest.mark.parametrize(
@@ -174,25 +175,25 @@ def test_whatever_a_variant_is_made_of(
     make_store: Any, devices: Any, settings: dict[str, Any], options: dict[str, Any]
 ) -> None:
     store = make_store(PLACES, settings, **options)
-    staging = stage(store)
-    staged = staging.verify(staging.read(store.variant("one")))
-    assert_the_same(staging, store, staged)
+    loading = stage(store)
+    staged = loading.verify(loading.read(store.variant("one")))
+    assert_the_same(loading, store, staged)
 
 
 def test_a_device_is_given_its_own_files_bytes_and_nothing_is_put_together(
     make_store: Any, devices: Any, given: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store(PLACES)
-    staging = stage(store)
-    read = staging.read(store.variant("one"))
+    loading = stage(store)
+    read = loading.read(store.variant("one"))
     raw, manifest = read.raw, read.raw.manifest
     shard_of = dict(chunk_files(manifest))
     cut = sum(manifest.files[file].size for file, shard in shard_of.items() if shard is not None)
     assert cut > sum(manifest.files[file].size for file, shard in shard_of.items() if shard is None)
 
     given.clear()
-    staged = staging.verify(read)
-    places = {device: place for place, device in enumerate(staging.placement.mesh.devices.flat)}
+    staged = loading.verify(read)
+    places = {device: place for place, device in enumerate(loading.placement.mesh.devices.flat)}
     whole = jax.tree.leaves(staged)
     seen: set[int] = set()
     for where, arrays in given:
@@ -217,8 +218,8 @@ def test_where_files_are_cut_as_the_mesh_nothing_is_joined(
     monkeypatch.setattr("zen_jax.checkpoint.raw.join", refuse)
     monkeypatch.setattr("zen_jax.checkpoint.raw.concatenate", refuse)
     store = make_store(PLACES)
-    staging = stage(store)
-    staging.verify(staging.read(store.variant("one")))
+    loading = stage(store)
+    loading.verify(loading.read(store.variant("one")))
     other = make_store(5)
     with pytest.raises(AssertionError, match="joined"):
         apart = stage(other)
@@ -242,7 +243,7 @@ def test_who_has_one_place_reads_its_files_alone(
 
 def test_no_damage_gets_to_a_device(make_store: Any, devices: Any, given: Any) -> None:
     store = make_store(PLACES)
-    staging, variant = stage(store), store.variant("one")
+    loading, variant = stage(store), store.variant("one")
     files = [file for file, _ in chunk_files(store.manifest(variant))]
     for file in files:
         path = variant.path / file
@@ -252,19 +253,19 @@ def test_no_damage_gets_to_a_device(make_store: Any, devices: Any, given: Any) -
         path.write_bytes(damaged)
         given.clear()
         with pytest.raises(VariantCorrupt, match="does not match its checksum") as caught:
-            staging.verify(staging.read(variant))
+            loading.verify(loading.read(variant))
         assert caught.value.file == file and not given
         path.write_bytes(whole)
     path = variant.path / files[0]
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     with pytest.raises(VariantCorrupt, match="bytes; expected"):
-        staging.read(variant)
+        loading.read(variant)
     path.unlink()
     with pytest.raises(VariantCorrupt):
-        staging.read(variant)
+        loading.read(variant)
     path.write_bytes(whole)
-    staging.verify(staging.read(variant))
+    loading.verify(loading.read(variant))
 
 
 def test_the_tokens_of_one_device(make_store: Any, devices: Any, compiled: Path) -> None:
@@ -277,8 +278,8 @@ def test_the_tokens_of_one_device(make_store: Any, devices: Any, compiled: Path)
         params = read_base(store, schema.held, placement)
         params = jax.tree.map(lambda leaf: leaf.astype("float32"), params)
         engine = Engine(params, sizes, schema, mesh)
-        staging = Staging(store, schema, placement)
-        staged = engine.put(staging.verify(staging.read(store.variant("one"))))
+        loading = Staging(store, schema, placement)
+        staged = engine.put(loading.verify(loading.read(store.variant("one"))))
         bank = engine.write_slot(engine.init_bank(), 1, staged)
         sampling = SamplingParams(max_tokens=20, temperature=0.0)
         state, token = engine.enter(bank, engine.init_state(), 0, 1, (5, 6, 7), sampling, 0)
@@ -288,3 +289,46 @@ def test_the_tokens_of_one_device(make_store: Any, devices: Any, compiled: Path)
             tokens.append(int(np.asarray(sampled.token)[0, 0]))
         answers.append(tokens)
     assert answers[0] == answers[1] and len(set(answers[0])) > 1
+
+
+def test_beside_requests_a_load_works_a_tenth_of_the_time_and_rests_no_longer_than_it_may(
+    make_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked, step, slept = 0.0, 0.0, list[float]()
+    busy = True
+
+    def clock() -> float:
+        nonlocal worked
+        worked += step
+        return worked
+
+    def work(times: int) -> float:
+        nonlocal worked
+        before = sum(slept)
+        for _ in range(times):
+            worked += 0.0004
+            rest.after_a_while()
+        return sum(slept) - before
+
+    monkeypatch.setattr(staging.time, "thread_time", clock)
+    monkeypatch.setattr(staging.time, "sleep", slept.append)
+    rest = staging.Rest(lambda: busy)
+    rest.after_a_while()
+    assert work(30) == pytest.approx(9 * 30 * 0.0004)
+    busy = False
+    assert work(30) == 0, "nobody needs the processor"
+    busy = True
+    work(5000)
+    assert sum(slept) == pytest.approx(2.0)
+
+    step = 0.0004
+    store = make_store(PLACES)
+    alone = stage(store)
+    assert alone.busy() is False
+    slept.clear()
+    beside = dataclasses.replace(alone, busy=lambda: True)
+    read = beside.read(store.variant("one"))
+    reading = len(slept)
+    assert reading > 5, "it rests between files"
+    assert_the_same(beside, store, beside.verify(read))
+    assert len(slept) > reading, "and while arrays are put"

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -87,7 +87,10 @@ def _open_any(path: Path | str) -> int:
 
 
 def read_file(
-    path: Path | str, size_meant: int, into: np.ndarray | None = None
+    path: Path | str,
+    size_meant: int,
+    into: np.ndarray | None = None,
+    pause: Callable[[], None] = lambda: None,
 ) -> tuple[memoryview, str]:
     """Reads a file once, and hashes it on the way.
 
@@ -95,6 +98,7 @@ def read_file(
       path: the file.
       size_meant: its bytes.
       into: a contiguous array of exactly its bytes to read into; a new one by default.
+      pause: called after each megabyte.
 
     Returns:
       The bytes, and their xxh3_128 in hex.
@@ -115,6 +119,7 @@ def read_file(
                 raise FileDamaged(f"ended after {done} bytes; expected {size}")
             digest.update(view[done : done + count])
             done += count
+            pause()
     except OSError as error:
         raise FileDamaged(f"cannot be read ({error.strerror})") from error
     finally:

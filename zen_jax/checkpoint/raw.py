@@ -182,6 +182,7 @@ def read_all(
     folder: Path,
     raw: RawVariant,
     hear: Callable[[RawVariant, str], None] = lambda raw, file: None,
+    pause: Callable[[], None] = lambda: None,
 ) -> RawVariant:
     """Reads the files of a variant that `raw` is to have, several at a time, the large ones first.
 
@@ -189,6 +190,7 @@ def read_all(
       folder: of the variant.
       raw: room for them.
       hear: called after each file, by the thread that has read it, while others read on.
+      pause: called by it after each megabyte of a larger one.
 
     Raises:
       VariantCorrupt: a file is missing, too much, of another size, or cannot be read.
@@ -203,7 +205,7 @@ def read_all(
     def read_large() -> None:
         for file in waiting:
             try:
-                _, raw.digests[file] = read_file(root + file, sizes[file], into.get(file))
+                _, raw.digests[file] = read_file(root + file, sizes[file], into.get(file), pause)
             except FileDamaged as error:
                 raise VariantCorrupt(raw.where, file, str(error)) from error
             hear(raw, file)

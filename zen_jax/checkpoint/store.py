@@ -217,6 +217,7 @@ class Store:
         hear: Callable[[RawVariant, str], None] = lambda raw, file: None,
         files: Collection[str] | None = None,
         rooms: Iterable[Sequence[Sequence[str]]] = (),
+        pause: Callable[[], None] = lambda: None,
     ) -> RawVariant:
         """The files of a variant, each read once into host memory and hashed, several at a time.
 
@@ -225,6 +226,7 @@ class Store:
           hear: called after each file, by the thread that has read it, while others read on.
           files: those that are read; None: all. That the others are there is seen all the same.
           rooms: see `RawVariant`.
+          pause: called after each megabyte of a larger file.
 
         Raises:
           VariantCorrupt: a file is missing, too much or of another size; it is named.
@@ -244,7 +246,7 @@ class Store:
                 f"{', '.join(sorted(kinds - _LOADED))}; serve it with the version that made it"
             )
         raw = RawVariant(str(variant), manifest, files, rooms)
-        return read_all(self._folder(*_steps(variant)), raw, hear)
+        return read_all(self._folder(*_steps(variant)), raw, hear, pause)
 
     def check(self, raw: RawVariant) -> dict[str, WeightDelta]:
         """What a variant adds to each of the base's tensors, by Hugging Face name.
