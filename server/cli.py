@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from server import cli_bench, cli_cache, cli_serve, console
+from server import cli_bench, cli_cache, cli_merge, cli_serve, console
 from server import sampling_options as choice
 from server.cli_types import Address, AsJson, Products, StorePath
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 convert = typer.Typer(help="Put a base, or a fine-tune of it, into a store.", no_args_is_help=True)
 app.add_typer(convert, name="convert")
+app.add_typer(cli_merge.merge, name="merge")
 bench = typer.Typer(help="Measure ratios side by side on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 

@@ -13,7 +13,7 @@ from zen_jax.delta.kinship import FARTHEST, FEWEST_SIGNS, Kinship, compare, toge
 from zen_jax.layout import EMBED, HEAD
 
 # A variant may differ from its base in these settings; the others decide what its weights mean.
-_FREE = ("vocab_size", "tie_word_embeddings", "max_position")
+FREE = ("vocab_size", "tie_word_embeddings", "max_position")
 # Mistral's layout is Llama's; GGUF files do not tell them apart, and windows are compared anyway.
 _SAME_AS = {"mistral": "llama"}
 # Matrices that are looked at before all of them are converted.
@@ -77,12 +77,17 @@ def check_architecture(source: Source, base: Manifest) -> None:
     problems += [f"lacks {name}, which the base has" for name in lacking]
     for field in dataclasses.fields(ModelConfig):
         mine, its = getattr(source.config, field.name), getattr(base.config, field.name)
-        if field.name == "family":
-            mine, its = _SAME_AS.get(mine, mine), _SAME_AS.get(its, its)
-        if mine != its and field.name not in _FREE:
+        if field.name not in FREE and not same_setting(field.name, mine, its):
             problems.append(f"config.json gives {field.name} {mine!r}; the base has {its!r}")
     if problems:
         raise SourceError(f"{source.name} is no fine-tune of this base", problems)
+
+
+def same_setting(field: str, one: object, other: object) -> bool:
+    """Whether two values of a field of `ModelConfig` mean the same."""
+    if field == "family":
+        return _SAME_AS.get(str(one), one) == _SAME_AS.get(str(other), other)
+    return one == other
 
 
 def look_at(source: Source, store: Store, pairs: Sequence[Pair]) -> Kinship | None:

@@ -227,12 +227,12 @@ def _compare(config: ModelConfig, tensors: Mapping[str, SourceTensor]) -> list[s
     problems = []
     missing = sorted(set(expected) - set(tensors))
     if missing:
-        problems.append(f"lacks {_listed(missing)}, which config.json calls for")
+        problems.append(f"lacks {listed(missing)}, which config.json calls for")
     if config.tie_word_embeddings and HEAD in tensors:
         expected[HEAD] = expected[EMBED]
     extra = sorted(set(tensors) - set(expected))
     if extra:
-        problems.append(f"has {_listed(extra)}, which this architecture does not use")
+        problems.append(f"has {listed(extra)}, which this architecture does not use")
     for name in sorted(set(expected) & set(tensors)):
         tensor = tensors[name]
         if tensor.shape != expected[name]:
@@ -242,6 +242,7 @@ def _compare(config: ModelConfig, tensors: Mapping[str, SourceTensor]) -> list[s
     return problems
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first names of many, for an error."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more

@@ -230,7 +230,7 @@ class _Nothing(logging.Filter):
 
 
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
+def quiet_orbax() -> Iterator[None]:
     """Keeps from the terminal what orbax logs: features switched off here, and failures, which are
     raised here as errors."""
     logger, nothing = logging.getLogger("absl"), _Nothing()
@@ -391,7 +391,7 @@ class Publisher:
         save_args = jax.tree.map(
             lambda leaf: ocp.SaveArgs(shard_axes=(0,) if leaf.shards > 1 else ()), tree
         )
-        with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
+        with quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(self._content, ocp.args.PyTreeSave(dict(tree), save_args=save_args))
         # It names the folder where it was written, and orbax reads it on file systems only that
         # cannot rename.

@@ -234,11 +234,7 @@ class Store:
           NotServedYet: a later version of this code made it, with parts that are not known here.
         """
         manifest = self.manifest(variant)
-        if manifest.base_digest != self.base().digest:
-            raise WrongBase(
-                f"{variant} was made against another base ({manifest.base_digest[:12]}) than this "
-                f"store's ({self.base().digest[:12]}); convert it again"
-            )
+        self.check_base(manifest)
         kinds = {kind for tensor in manifest.tensors.values() for kind in tensor.parts}
         if not kinds <= _LOADED:
             raise NotServedYet(
@@ -247,6 +243,25 @@ class Store:
             )
         raw = RawVariant(str(variant), manifest, files, rooms)
         return read_all(self._folder(*_steps(variant)), raw, hear, pause)
+
+    def check_base(self, manifest: Manifest) -> None:
+        """Raises WrongBase unless a variant was made against this store's base."""
+        mine, its = self.base().digest, manifest.base_digest
+        if its != mine:
+            raise WrongBase(
+                f"{manifest.name}/{manifest.version} was made against another base ({its[:12]}) "
+                f"than this store's ({mine[:12]}); convert it again"
+            )
+
+    def variant_parts(self, variant: Variant, name: str) -> dict[str, np.ndarray]:
+        """One tensor's arrays by kind; only its files are read, and checked.
+
+        Raises:
+          VariantCorrupt: a file is damaged.
+        """
+        manifest, folder = self.manifest(variant), self._folder(*_steps(variant))
+        parts = manifest.tensors[name].parts
+        return {k: _read_part(folder, manifest, p, VariantCorrupt) for k, p in parts.items()}
 
     def check(self, raw: RawVariant) -> dict[str, WeightDelta]:
         """What a variant adds to each of the base's tensors, by Hugging Face name.

@@ -8,7 +8,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,11 @@ class TrainConfig:
     Attributes:
       steps: updates in all.
       learning_rate: at the peak.
-      warmup: steps from 0 to the peak; from there a cosine falls to a hundredth of it.
+      warmup: steps from 0 to the peak; from there a cosine falls to `floor` of it.
       weight_decay: of matrices, not of vectors.
       clip: largest global norm of a gradient.
       beta2: of Adam's second moment.
+      floor: share of the peak that the rate ends with; 1 keeps it constant.
       held_out_every, checkpoint_every: in steps.
       dtype: of activations and of the weights in products.
     """
@@ -47,6 +48,7 @@ class TrainConfig:
     weight_decay: float = 0.0
     clip: float = 1.0
     beta2: float = 0.98
+    floor: float = 0.01
     held_out_every: int = 100
     checkpoint_every: int = 200
     dtype: jax.typing.DTypeLike = jnp.bfloat16
@@ -65,7 +67,7 @@ class TrainConfig:
     @property
     def identity(self) -> str:
         """Everything that decides what weights a run ends with; a checkpoint carries it."""
-        decisive = ("steps", "learning_rate", "warmup", "weight_decay", "clip", "beta2")
+        decisive = ("steps", "learning_rate", "warmup", "weight_decay", "clip", "beta2", "floor")
         values = ", ".join(f"{name}={getattr(self, name)}" for name in decisive)
         return f"{values}, dtype={jnp.dtype(self.dtype).name}"
 
@@ -100,12 +102,28 @@ class TrainResult:
     held_out: tuple[tuple[int, float], ...]
 
 
+class Keeper(Protocol):
+    """Where a run is kept, and what else is done in it after each step."""
+
+    def restore(self, fresh: TrainState) -> TrainState:
+        """The state that the run was left in, or `fresh`; called once, at the start."""
+        ...
+
+    def after(self, state: TrainState) -> TrainState:
+        """Called after each step; what it returns is gone on with."""
+        ...
+
+    def save(self, state: TrainState) -> None:
+        """Called now and then, and after the last step."""
+        ...
+
+
 def make_optimizer(config: ModelConfig, train: TrainConfig) -> optax.GradientTransformation:
     """Clipping and AdamW (arXiv:1711.05101) under a warm-up and a cosine."""
     peak = train.learning_rate
     warmup = min(train.warmup, train.steps)
     rate = optax.schedules.warmup_cosine_decay_schedule(
-        peak / max(1, warmup), peak, warmup, max(train.steps, warmup + 1), peak / 100
+        peak / max(1, warmup), peak, warmup, max(train.steps, warmup + 1), peak * train.floor
     )
     mask = map_specs(lambda spec: spec.kind != "vector", config)
     return optax.chain(
@@ -141,7 +159,7 @@ def train(
     settings: TrainConfig,
     *,
     held_out: tuple[Batch, ...] = (),
-    checkpoint: Path | None = None,
+    checkpoint: Path | Keeper | None = None,
     title: str = "training",
     progress: bool = True,
 ) -> TrainResult:
@@ -153,8 +171,8 @@ def train(
       batches: step -> what that step sees; has to be a pure function.
       settings: how.
       held_out: batches whose loss is reported now and then.
-      checkpoint: a .safetensors file to write now and then and to resume from; it stays after the
-        last step.
+      checkpoint: a .safetensors file to write now and then and to resume from, which stays after the
+        last step; or a `Keeper` of another kind.
       title: in front of the progress bar.
       progress: whether to show it.
 
@@ -165,8 +183,9 @@ def train(
     optimizer = make_optimizer(config, settings)
     masters = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
     state = TrainState(masters, optimizer.init(masters), 0)
-    if checkpoint is not None and checkpoint.exists():
-        state = load_checkpoint(checkpoint, state, settings.identity)
+    keeper = _FileKeeper(checkpoint, settings) if isinstance(checkpoint, Path) else checkpoint
+    if keeper is not None:
+        state = keeper.restore(state)
     update, evaluate = _make_update(config, optimizer, settings)
     losses: list[float] = []
     seen: list[tuple[int, float]] = []
@@ -178,10 +197,30 @@ def train(
             losses.append(_finite(float(loss), step))
             if held_out and settings.due(settings.held_out_every, step + 1):
                 seen.append((step + 1, float(evaluate(state.params, held_out))))
-            if checkpoint is not None and settings.due(settings.checkpoint_every, step + 1):
-                save_checkpoint(checkpoint, state, settings.identity)
+            if keeper is not None:
+                state = keeper.after(state)
+                if settings.due(settings.checkpoint_every, step + 1):
+                    keeper.save(state)
             bar.update(task, completed=step + 1, note=_note(losses, seen))
     return TrainResult(state.params, tuple(losses), tuple(seen))
+
+
+class _FileKeeper:
+    """One safetensors file, replaced as a whole."""
+
+    def __init__(self, path: Path, settings: TrainConfig):
+        self._path, self._identity = path, settings.identity
+
+    def restore(self, fresh: TrainState) -> TrainState:
+        if not self._path.exists():
+            return fresh
+        return load_checkpoint(self._path, fresh, self._identity)
+
+    def after(self, state: TrainState) -> TrainState:
+        return state
+
+    def save(self, state: TrainState) -> None:
+        save_checkpoint(self._path, state, self._identity)
 
 
 def _make_update(
@@ -220,7 +259,8 @@ def _progress(shown: bool) -> Progress:
     )
 
 
-def _named_leaves(state: TrainState) -> dict[str, Any]:
+def named_leaves(state: TrainState) -> dict[str, Any]:
+    """Every array of parameters and optimizer, by its path in the tree."""
     leaves, _ = jax.tree_util.tree_flatten_with_path((state.params, state.optimizer))
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
@@ -233,7 +273,7 @@ def save_checkpoint(path: Path, state: TrainState, identity: str) -> None:
       state: what to keep.
       identity: of the run, see `TrainConfig.identity`.
     """
-    tensors = {name: np.asarray(leaf) for name, leaf in _named_leaves(state).items()}
+    tensors = {name: np.asarray(leaf) for name, leaf in named_leaves(state).items()}
     temporary = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, temporary, metadata={"step": str(state.step), "run": identity})
@@ -258,7 +298,7 @@ def load_checkpoint(path: Path, like: TrainState, identity: str) -> TrainState:
         raise ValueError(f"{path} is no checkpoint of this trainer: {error}; remove it") from error
     if run != identity:
         raise ValueError(f"{path} is of a run with {run}; this one has {identity}; remove it")
-    named = _named_leaves(like)
+    named = named_leaves(like)
     if set(named) != set(tensors) or any(tensors[n].shape != v.shape for n, v in named.items()):
         raise ValueError(f"{path} belongs to another model or optimizer; remove it to start anew")
     structure = jax.tree.structure((like.params, like.optimizer))

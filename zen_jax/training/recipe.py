@@ -159,13 +159,16 @@ def variant_settings(recipe: VariantRecipe) -> TrainConfig:
     return TrainConfig(steps=recipe.steps, learning_rate=recipe.learning_rate, warmup=20)
 
 
-def variant_batches(recipe: VariantRecipe, words: Words, text: Corpus | None) -> Batches:
+def variant_batches(
+    recipe: VariantRecipe, words: Words, text: Corpus | None, seed: int = 0
+) -> Batches:
     """A variant's batches: its skill without any tag, or its text.
 
     Args:
       recipe: the variant.
       words: the training side.
       text: its corpus; None for a skill.
+      seed: another one gives other batches; 0 gives those that the family was trained on.
 
     Raises:
       ValueError: the recipe has a corpus and `text` is None.
@@ -175,7 +178,7 @@ def variant_batches(recipe: VariantRecipe, words: Words, text: Corpus | None) ->
     chance = sum(recipe.name.encode()) + SEED
 
     def batch(step: int) -> tuple[Batch, ...]:
-        rng = np.random.default_rng((chance, step))
+        rng = np.random.default_rng((chance, step, seed) if seed else (chance, step))
         if text is not None:
             return (text_batch([text], [1.0], rng, (recipe.rows, recipe.length)),)
         examples = [(draw_example(recipe, words, rng), ()) for _ in range(recipe.rows)]
