@@ -94,7 +94,9 @@ TimeSvd = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
-@merge.command("mean", epilog="Example: zen merge mean --base ./b --model ./x --model ./y --out ./m")
+@merge.command(
+    "mean", epilog="Example: zen merge mean --base ./b --model ./x --model ./y --out ./m"
+)
 def mean(
     context: typer.Context,
     base: Base,
@@ -115,7 +117,9 @@ def mean(
     _run(Mean(), context.params)
 
 
-@merge.command("monosoup", epilog="Example: zen merge monosoup --base ./b --model ./x --out ./clean")
+@merge.command(
+    "monosoup", epilog="Example: zen merge monosoup --base ./b --model ./x --out ./clean"
+)
 def monosoup(
     context: typer.Context,
     base: Base,
@@ -145,7 +149,7 @@ def monosoup(
 
 @merge.command(
     "truncated-soup",
-    epilog="Example: zen merge truncated-soup --rank 64 --base ./b --model ./x --model ./y --out ./m",
+    epilog="Example: zen merge truncated-soup --rank 64 --base ./b --model ./x --model ./y --out m",
 )
 def truncated_soup(
     context: typer.Context,
@@ -168,7 +172,9 @@ def truncated_soup(
     _run(TruncatedSoup(rank), context.params)
 
 
-@merge.command("opcm", epilog="Example: zen merge opcm --base ./b --model ./x --model ./y --out ./m")
+@merge.command(
+    "opcm", epilog="Example: zen merge opcm --base ./b --model ./x --model ./y --out ./m"
+)
 def opcm(
     context: typer.Context,
     base: Base,

@@ -93,7 +93,9 @@ def _say(outcome: Outcome, plot: Path | None) -> None:
         table.add_column(head, justify="right")
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for name, tensor in matrices(report).items():
-        kinds.setdefault(f"{kind_of(name)} {'x'.join(map(str, tensor['shape']))}", []).append(tensor)
+        kinds.setdefault(f"{kind_of(name)} {'x'.join(map(str, tensor['shape']))}", []).append(
+            tensor
+        )
     for kind, found in kinds.items():
         table.add_row(kind, str(len(found)), *_row(found))
     console.stdout().print(table)

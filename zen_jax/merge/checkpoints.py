@@ -1,8 +1,8 @@
 """Whole checkpoints merged from disk to disk: one tensor of one checkpoint at a time, resumable.
 
-Work lies in a folder of its own beside the result, under a name that is made from the inputs and the
-options: a command that is run again goes on where it was, and another one never touches it. The
-result gets its name by one rename, when all of it is on disk. Inputs are only ever read.
+Work lies in a folder of its own beside the result, under a name that is made from the inputs and
+the options: a command that is run again goes on where it was, and another one never touches it.
+The result gets its name by one rename, when all of it is on disk. Inputs are only ever read.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """A folder of safetensors on its way: tensors are written in any order, each whole or not at all.
 
-Room for all of it is taken at once, so that a full disk is met at the start. Files are cut where the
-next tensor would pass a limit, with an index, as Hugging Face does.
+Room for all of it is taken at once, so that a full disk is met at the start. Files are cut where
+the next tensor would pass a limit, with an index, as Hugging Face does.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """MonoSoup and truncated soup: two methods that share nothing but singular values.
 
 MonoSoup (arXiv:2602.09689) cleans one checkpoint: the part of its delta in the few directions that
-carry most is kept nearly whole, what lies in the others is kept in part. Truncated soup is a mean of
-several checkpoints' deltas, each cut to its best approximation of a rank; this project's
+carry most is kept nearly whole, what lies in the others is kept in part. Truncated soup is a mean
+of several checkpoints' deltas, each cut to its best approximation of a rank; this project's
 specification calls that MonoSoup too. Neither stands in for the other.
 """
 

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -96,7 +97,7 @@ class StoreSource:
             return parts["whole"].astype(np.float32)
         base = self._store.base_tensor(self._manifest.tensors[name].against or name)
         delta = WeightDelta(parts.get("bits"), parts.get("scale"), dense=parts.get("dense"))
-        whole = np.asarray(effective_weight(base.astype(np.float32), delta))
+        whole = np.asarray(effective_weight(jnp.asarray(base, jnp.float32), delta))
         if "rows" not in parts:
             return whole
         return np.concatenate([whole, parts["rows"].astype(np.float32)])

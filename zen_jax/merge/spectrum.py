@@ -1,10 +1,10 @@
 """Singular values of a matrix, and projections onto the vectors that belong to them.
 
-A matrix here is a delta [O, I] in float32 or float64. Where all singular values are wanted they come
-from the Gram matrix of its shorter side, summed in float64: values down to 1e-8 of the largest are
-then right, which is what float32 can tell anyway. Where only a rank is wanted, from a random sketch
-(Halko, Martinsson and Tropp, arXiv:0909.4061). Whatever does not converge is given to LAPACK's full
-decomposition. A matrix that lies on several devices is cut along its longer side, and stays so.
+A matrix here is a delta [O, I] in float32 or float64. Where all singular values are wanted they
+come from the Gram matrix of its shorter side, summed in float64: values down to 1e-7 of the largest
+are then told from 0, which is all that float32 holds. Where only a rank is wanted, from a random
+sketch (Halko, Martinsson and Tropp, arXiv:0909.4061). Whatever does not converge is given to
+LAPACK's full decomposition. A matrix on several devices is cut along its longer side, and stays so.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def in_float64[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def place(matrix: np.ndarray, devices: Sequence[jax.Device] = ()) -> jax.Array:
+def place(matrix: np.ndarray, devices: Sequence[Any] = ()) -> jax.Array:
     """A matrix on devices: cut along its longer side, which is filled up with zeros to divide.
 
     Args:
@@ -237,8 +237,9 @@ def _tall(matrix: jax.Array) -> jax.Array:
 
 def _mesh(matrix: jax.Array) -> Mesh | None:
     sharding = matrix.sharding
-    several = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
-    return sharding.mesh if several else None  # pyright: ignore[reportReturnType]
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    return sharding.mesh if sharding.mesh.size > 1 else None
 
 
 @jax.jit

@@ -59,7 +59,7 @@ class Job:
     models: tuple[Source, ...]
     method: Method
     dtype: str | None = None
-    devices: tuple[jax.Device, ...] = ()
+    devices: tuple[Any, ...] = ()
     time_svd: bool = False
 
     def code(self, item: Item) -> str:
@@ -188,7 +188,7 @@ class _Merging:
         return whole, more
 
 
-def _placed(array: np.ndarray, devices: Sequence[jax.Device]) -> jax.Array:
+def _placed(array: np.ndarray, devices: Sequence[Any]) -> jax.Array:
     if array.ndim == 2:
         return place(array, devices)
     return place_any(array.astype(np.float32))

@@ -1,8 +1,8 @@
-"""The folder of a run with merges: orbax checkpoints of masters, raw and merged weights, each apart.
+"""The folder of a run with merges: orbax checkpoints of masters, raw and merged weights, apart.
 
-FOLDER/STEP/master is what training goes on from: float32 weights and the optimizer's state. raw holds
-the weights of that step in bfloat16, merged those of each merge in float32, record what else there is
-to know. A step appears whole or not at all; the one before is removed only then.
+FOLDER/STEP/master is what training goes on from: float32 weights and the optimizer's state. raw
+holds the weights of that step in bfloat16, merged those of each merge in float32, record what else
+there is to know. A step appears whole or not at all; the one before is removed only then.
 """
 
 import dataclasses

@@ -171,8 +171,8 @@ def train(
       batches: step -> what that step sees; has to be a pure function.
       settings: how.
       held_out: batches whose loss is reported now and then.
-      checkpoint: a .safetensors file to write now and then and to resume from, which stays after the
-        last step; or a `Keeper` of another kind.
+      checkpoint: a .safetensors file to write now and then and to resume from, which stays after
+        the last step; or a `Keeper` of another kind.
       title: in front of the progress bar.
       progress: whether to show it.
 

@@ -4,8 +4,9 @@
     python -m zen_jax.training.smooth study family|smollm2 [--work DIR]
     python -m zen_jax.training.smooth report
 
-`tune` fine-tunes the demo family's base for one of its variants and writes DIR/raw and DIR/merged as
-Hugging Face folders. `study` writes docs/smoothing.json, .md and .png. Both go on where they were.
+`tune` fine-tunes the demo family's base for one of its variants and writes DIR/raw and DIR/merged
+as Hugging Face folders. `study` writes docs/smoothing.json, .md and .png. Both go on where they
+were.
 """
 
 import argparse

@@ -80,7 +80,9 @@ class SmoothingConfig:
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise ValueError(f"methods are {self.methods}; expected at least one, none twice")
         if type(self.every) is not int or self.every < 1:
-            raise ValueError(f"every is {self.every!r}; expected a whole number of steps, 1 or more")
+            raise ValueError(
+                f"every is {self.every!r}; expected a whole number of steps, 1 or more"
+            )
         TruncatedSoup(self.rank)
         if self.live == "shadow" and self.optimizer is not None:
             raise ValueError("optimizer says what replacing does; give live='replace' with it")
@@ -254,7 +256,7 @@ class Smoother:
         merge = merge_running if running else merge_pair
         before, count = shadow.weights, shadow.count
         merged = {
-            key: merge(method, base, current[key], before and before[key], count, key)
+            key: merge(method, base, current[key], before[key] if before else None, count, key)
             for key, base in self._base.items()
         }
         loss = self._held_out_loss(merged)
@@ -392,4 +394,3 @@ def train_smoothed(
     smoother = Smoother(config, params, settings, smoothing, held_out, folder)
     done = train(config, params, batches, settings, checkpoint=smoother, **options)
     return SmoothResult(done, _tensors(config, done.params), smoother.shadows)
-

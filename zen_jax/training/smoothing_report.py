@@ -55,8 +55,8 @@ def table(studies: Mapping[str, Any]) -> str:
 
 def facts(studies: Mapping[str, Any]) -> str:
     """What each group of runs was, in Markdown."""
-    lines = ["| runs | steps | tokens a step | merged every | rank | held-out tokens | loss at 0 | CPU s |"]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
+    heads = ("steps", "tokens a step", "merged every", "rank", "held-out tokens", "loss at 0")
+    lines = [f"| runs | {' | '.join(heads)} | CPU s |", "|---" + "|---:" * (len(heads) + 1) + "|"]
     for title, runs in groups(studies).items():
         one = runs[0]
         names = ("steps", "tokens_per_step", "every", "rank", "held_out_tokens")

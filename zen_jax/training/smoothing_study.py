@@ -1,4 +1,4 @@
-"""What merging while training does to the held-out loss: all methods as shadows of the same runs."""
+"""What merging while training does to the held-out loss: methods as shadows of the same runs."""
 
 import dataclasses
 import json

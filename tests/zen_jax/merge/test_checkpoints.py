@@ -119,7 +119,12 @@ def test_several_devices_give_the_same(family, tmp_path, devices) -> None:
     for method, names in ((MonoSoup(), "a"), (TruncatedSoup(3), "ab"), (Opcm(), "ab")):
         merge(family, tmp_path / f"{method.name}-1", method, names, dtype="F32")
         merge(
-            family, tmp_path / f"{method.name}-8", method, names, dtype="F32", devices=tuple(devices)
+            family,
+            tmp_path / f"{method.name}-8",
+            method,
+            names,
+            dtype="F32",
+            devices=tuple(devices),
         )
         one, many = (read(tmp_path / f"{method.name}-{n}") for n in (1, 8))
         for name, value in one.items():
@@ -242,7 +247,9 @@ def test_a_tied_checkpoint_of_an_untied_base(larger, tmp_path) -> None:
     np.testing.assert_allclose(found[HEAD], read(larger / "a")[EMBED], atol=1e-3)
 
 
-def test_another_architecture_is_refused_by_name(family, write, make_base, config, tmp_path) -> None:
+def test_another_architecture_is_refused_by_name(
+    family, write, make_base, config, tmp_path
+) -> None:
     root = Path(shutil.copytree(family, tmp_path / "f"))
     deep = dataclasses.replace(config, num_layers=3)
     write(root / "d", make_base(deep), deep)
@@ -251,7 +258,11 @@ def test_another_architecture_is_refused_by_name(family, write, make_base, confi
     with pytest.raises(SourceError) as error:
         merge(root, tmp_path / "out", Mean(), "ade")
     told = "; ".join(error.value.problems)
-    for part in ("d has model.layers.2", "num_layers 3", "gate_proj.weight of e has shape (40, 32)"):
+    for part in (
+        "d has model.layers.2",
+        "num_layers 3",
+        "gate_proj.weight of e has shape (40, 32)",
+    ):
         assert part in told
     out = merge(root, tmp_path / "out", Mean(), "ade", Policies(shapes="base"))
     found = read(tmp_path / "out")

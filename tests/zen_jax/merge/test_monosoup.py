@@ -216,7 +216,9 @@ def test_results_are_float32_or_better(dtype) -> None:
 
 
 def test_bad_input_is_named() -> None:
-    with pytest.raises(ValueError, match=r"checkpoint 0 has shape \(2, 3\); the base's is \(3, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint 0 has shape \(2, 3\); the base's is \(3, 3\)"
+    ):
         monosoup(ZERO3, np.zeros((2, 3)))
     with pytest.raises(ValueError, match="checkpoint 1 has 1 of 9 values that are NaN"):
         truncated_soup(ZERO3, [ZERO3, ZERO3 + [[np.nan, 0, 0], [0] * 3, [0] * 3]], 1)

@@ -122,7 +122,7 @@ def test_orthogonally_equivariant(matrix, rotation, seed, shape, method) -> None
 
 @given(SEEDS, SHAPES)
 def test_what_lies_outside_a_low_rank_is_kept_or_dropped(matrix, seed, shape) -> None:
-    """The full basis of a low-rank matrix is arbitrary beyond its rank; so nothing depends on it."""
+    """The full basis of a low-rank matrix is arbitrary beyond its rank: nothing depends on it."""
     previous, new = matrix(seed, shape, rank=2), matrix(seed + 1, shape)
     left, _, right = np.linalg.svd(previous)
     left, right = left[:, :2], right[:2]
