@@ -16,6 +16,7 @@ from server.http.schema import (
     timeout_of,
 )
 from zen.v1 import generate_pb2 as pb
+from zen_jax.tokenizer import MAX_MESSAGES
 
 ID: str = "chatcmpl-"
 WHOLE: str = "chat.completion"
@@ -37,7 +38,7 @@ def call_of(given: dict[str, Any], timeout: str | None) -> Call:
     """
     fields = Fields(given)
     model = model_of(fields)
-    messages = fields.array("messages")
+    messages = fields.array("messages", MAX_MESSAGES)
     if messages is None:
         raise invalid("messages", "is missing; give at least one message")
     turns = [_turn(f"messages[{i}]", turn) for i, turn in enumerate(messages)]
@@ -95,7 +96,7 @@ def _content(path: str, given: Any) -> str:
     if not isinstance(given, list):
         raise invalid(path, f"is {shown(given)}; expected a string or an array of text parts")
     texts: list[str] = []
-    for i, part in enumerate(array(path, given)):
+    for i, part in enumerate(array(path, given, MAX_MESSAGES)):
         if not isinstance(part, dict):
             raise invalid(f"{path}[{i}]", f"is {shown(part)}; expected a part of type text")
         fields = Fields(part, f"{path}[{i}].")

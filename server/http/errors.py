@@ -139,7 +139,7 @@ def shown(value: Any) -> str:
         case None:
             return "null"
         case int() | float():
-            return repr(value) if abs(value) < 10**40 else "of more than 40 digits"
+            return repr(value) if abs(value) < 10**40 else "too large"
         case str():
             return "a string"
         case list():

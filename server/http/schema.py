@@ -13,9 +13,10 @@ from typing import Any
 
 from server.http.errors import invalid, shown
 from zen.v1 import generate_pb2 as pb
+from zen_jax.sampling import MAX_BIASES, MAX_STOP_IDS, MAX_STOPS
 
-# Longer than any context that a server like this one has; so much is looked at one by one.
-MAX_ENTRIES = 1_000_000
+# Longer than any context that a server like this one has; so many ids are looked at one by one.
+MAX_IDS = 1_000_000
 # Answers of one request, times what each of their tokens has.
 MAX_WANTED = 1024
 _INT32 = 2**31 - 1
@@ -87,9 +88,9 @@ class Fields:
         value = self.take(name)
         return None if value is None else whole(self.path(name), value, low, high)
 
-    def array(self, name: str) -> list[Any] | None:
+    def array(self, name: str, most: int) -> list[Any] | None:
         value = self.take(name)
-        return None if value is None else array(self.path(name), value)
+        return None if value is None else array(self.path(name), value, most)
 
     def object(self, name: str) -> Mapping[str, Any] | None:
         value = self.take(name)
@@ -195,27 +196,28 @@ def sampling_of(fields: Fields, max_names: Sequence[str]) -> tuple[pb.Sampling, 
         first, other = given
         raise invalid(first, f"is {given[first]}, but {other} is {given[other]}; give one of them")
     _set(sampling, "max_tokens", next(iter(given.values()), None))
-    sampling.stop_token_ids.extend(token_ids("stop_token_ids", fields.array("stop_token_ids")))
+    ids = fields.take("stop_token_ids")
+    if ids is not None:
+        sampling.stop_token_ids.extend(token_ids("stop_token_ids", ids, MAX_STOP_IDS))
     sampling.stop.extend(_stops(fields.take("stop")))
     for token, bias in _biases(fields.object("logit_bias")):
         sampling.logit_bias[token] = bias
     return sampling, next(iter(given), max_names[0])
 
 
-def token_ids(path: str, given: Sequence[Any] | None) -> list[int]:
-    """Token ids of an array; none for None."""
-    found = given or ()
+def token_ids(path: str, given: Any, most: int = MAX_IDS) -> list[int]:
+    """Token ids of an array."""
+    found = array(path, given, most)
     for i, value in enumerate(found):
         if type(value) is not int or not 0 <= value <= _UINT32:
             whole(f"{path}[{i}]", value, 0, _UINT32)
-    return list(found)
+    return found
 
 
-def array(path: str, value: Any) -> list[Any]:
+def array(path: str, value: Any, most: int) -> list[Any]:
     """A list, not too long to be looked at."""
     found = _typed(path, value, list, "an array")
-    if len(found) > MAX_ENTRIES:
-        raise invalid(path, f"has {len(found)} entries; expected {MAX_ENTRIES} at most")
+    _check_size(path, len(found), most)
     return found
 
 
@@ -255,16 +257,23 @@ def _stops(given: Any) -> list[str]:
         return [] if given is None else [given]
     if not isinstance(given, list):
         raise invalid("stop", f"is {shown(given)}; expected a string or an array of strings")
+    _check_size("stop", len(given), MAX_STOPS)
     return [_typed(f"stop[{i}]", text, str, "a string") for i, text in enumerate(given)]
 
 
 def _biases(given: Mapping[str, Any] | None) -> list[tuple[int, float]]:
     found: list[tuple[int, float]] = []
+    _check_size("logit_bias", len(given or {}), MAX_BIASES)
     for key, bias in (given or {}).items():
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) > _UINT32:
             raise invalid("logit_bias", 'has a key that is no token id; expected such as "50"')
         found.append((int(key), _number(f"logit_bias[{key}]", bias)))
     return found
+
+
+def _check_size(path: str, size: int, most: int) -> None:
+    if size > most:
+        raise invalid(path, f"has {size} entries; expected {most} at most")
 
 
 def _number(path: str, value: Any) -> float:

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from server.client import ZenClient
+from zen_jax.chat_template import ChatTemplate
 from zen_jax.tokenizer import Tokenizer
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -324,6 +325,38 @@ async def test_a_crowd_is_told_to_come_again(server, left):
     assert all(int(error.response.headers["retry-after"]) >= 1 for error in refused)
     assert all(a.usage.completion_tokens == 200 for a in answers if a not in refused)
     until(lambda: not any(left()))
+
+
+@pytest.mark.parametrize(
+    "source, told",
+    [
+        ("{% for i in range(10**9) %}{% endfor %}", "OverflowError"),
+        (
+            "{% set n = namespace(s='xx') %}{% for i in range(60) %}"
+            "{% set n.s = n.s ~ n.s %}{% endfor %}",
+            "needs more than",
+        ),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "needs more than",
+        ),
+    ],
+)
+async def test_a_template_that_goes_too_far_is_refused_and_others_go_on(
+    server, monkeypatch, source, told
+):
+    tokenizer = server._tokenizers(server.store.variant("tiny-b"))
+    template = ChatTemplate(source, cpu_seconds=0.3)
+    monkeypatch.setattr(tokenizer, "_template", template)
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{server.http.address}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
+        refused = asyncio.create_task(client.chat.completions.create(model="tiny-b", messages=HI))
+        assert (await client.chat.completions.create(model="tiny-a", messages=HI)).choices
+        with pytest.raises(openai.BadRequestError, match=told) as caught:
+            await refused
+    assert caught.value.param == "messages"
+    template.close()
 
 
 def test_what_a_user_types_never_becomes_a_special_token(client, server, tokenizer, monkeypatch):

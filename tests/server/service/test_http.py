@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from server.http import app
 from server.http.app import Api
 from server.http.models import Models
 from server.http.serving import HttpServer
@@ -356,6 +357,25 @@ async def test_an_answer_that_nobody_reads_is_dropped(http, worker, parts, caplo
                 break
             await asyncio.sleep(0.01)
     assert caplog.records == []
+
+
+async def test_open_requests_are_bounded_and_health_is_told_all_the_same(
+    http, worker, parts, monkeypatch
+):
+    monkeypatch.setattr(app, "MAX_OPEN", 1)
+    worker.script = first_token_only
+    reader, writer = await http.begin(TEXT, text(stream=True))
+    await reader.readuntil(b"data: ")
+    refused = await http.ask(CHAT, chat())
+    assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+    assert (await http.ask("/health")).status == 200
+    writer.close()
+    assert await cancelled(worker, 2)
+    worker.script = parts.answer("again")
+    async with asyncio.timeout(5):
+        while True:  # a poll with an end: the first request tells nobody of its end
+            if (await http.ask(TEXT, text())).status == 200:
+                break
 
 
 async def test_events_after_the_end_disturb_nobody(http, worker, parts):
