@@ -71,6 +71,8 @@ class MeanFold:
     def add(self, delta: jax.Array) -> Figures:
         """See `Fold`."""
         self._total = delta if self._total is None else plus(self._total, delta)
+        # What is computed behind the next reads would hold several deltas at once.
+        self._total.block_until_ready()
         self._count += 1
         return {}
 

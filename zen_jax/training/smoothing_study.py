@@ -21,7 +21,7 @@ from zen_jax.training.smoothing import SmoothingConfig, train_smoothed
 
 METHODS = ("none", "mean", "truncated-soup", "monosoup")
 VARIANT, SEEDS = "zen4-german", (1, 2, 3)
-STEPS, EVERY, RANK = 160, 10, 16
+STEPS, EVERY, RANK = 100, 10, 16
 HELD_OUT_ROWS = 32
 SMOLLM2 = smollm2.BASE
 SMOLLM2_STEPS, SMOLLM2_EVERY, SMOLLM2_RANK = 40, 10, 32
