@@ -450,3 +450,35 @@ def test_a_version_that_another_took_over_from_is_the_next_to_go():
     table("release", 3)
     attempt = table.start(4, C)
     assert table("fetched", C.digest, attempt, 100)[0] == Evicted(A.digest, 0)
+
+
+def test_what_is_kept_stays_though_its_place_is_worth_less_by_now():
+    table = Table(slots=2, policy=Policy(half_life_s=300.0, recency_s=300.0, pinned=1))
+    table.resident(0, A)
+    table("release", 0)
+    for holder in range(1, 8):
+        assert table("request", holder, A) == (Grant(holder, 0),)
+        table("release", holder)
+    table.now = 300.0  # four of its eight requests count still, and it was used that long ago
+    table.resident(10, B)
+    table("release", 10)
+    for holder in (11, 12):
+        assert table("request", holder, B) == (Grant(holder, 1),)
+        table("release", holder)
+    assert table.cache.kept == {A.digest}
+    attempt = table.start(20, C)
+    assert table("fetched", C.digest, attempt, 100)[0] == Evicted(B.digest, 1)
+
+
+def test_an_old_version_goes_before_one_that_was_never_asked_for():
+    table = Table(slots=3, policy=Policy(pinned=0))
+    newer = replace(A, version=2, digest="digest-a2")
+    (start,) = table("pin", D)
+    table("fetched", D.digest, start.attempt, 100)
+    table.resident(1, A)
+    table.resident(2, newer)
+    table("release", 1)
+    table("release", 2)
+    table("unpin", D.digest)
+    attempt = table.start(3, C)
+    assert table("fetched", C.digest, attempt, 100)[0] == Evicted(A.digest, 1)
