@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import grpc
 
 from server import status
+from server.auth import caller
 from server.requests import Draining, LoadRefused
 from server.router import Router
 from server.service import resolve
@@ -59,8 +60,9 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
         self, request: pb.ListVariantsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListVariantsResponse:
         """Lists the newest version of every variant that the store or the worker has."""
-        seen = self._snapshot()
+        seen, identity = self._snapshot(), caller()
         variants = await asyncio.to_thread(_list, self._store, self._router, seen)
+        variants = [variant for variant in variants if identity.may_use(variant.name)]
         if seen is None:
             return pb.ListVariantsResponse(variants=variants)
         return pb.ListVariantsResponse(
@@ -107,9 +109,10 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
     async def _find(self, name: str, *, known: bool = False) -> Variant:
         """The store's newest version; if `known`, else the newest that the worker knows."""
         try:
-            variant = await asyncio.to_thread(resolve, self._router, name, "name")
+            variant = await asyncio.to_thread(resolve, self._router, name, "name", caller())
         except StatusError:  # deleted or damaged; what is in memory can be seen and let go
-            versions = _versions(self._snapshot(), name) if known else []
+            allowed = known and caller().may_use(name)
+            versions = _versions(self._snapshot(), name) if allowed else []
             if not versions:
                 raise
             variant = _newest(versions)

@@ -24,16 +24,19 @@ from jax.sharding import Mesh
 
 from server.address import PortInUse, why_not
 from server.admin import VariantService
+from server.auth import Tokens
 from server.health import GENERATE, VARIANTS, Health, watch
 from server.http.app import Api
 from server.http.models import Models
 from server.http.serving import HttpServer
 from server.incoming import Limits
 from server.loader import Loader, Stages
+from server.rights import Gate
 from server.router import Router
 from server.serve_options import ServeOptions
 from server.service import GenerateService
 from server.status import ErrorInterceptor
+from server.tls import Credentials
 from server.worker import Worker
 from zen.v1 import generate_pb2_grpc, variants_pb2_grpc
 from zen_jax.checkpoint.load import bank_schema, read_base
@@ -65,6 +68,10 @@ _CHANNEL_OPTIONS = (
     # Clients may ping while they wait for a long prefill.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # Whatever comes in is bounded: a message, and what is said around it.
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
 )
 
 
@@ -84,13 +91,20 @@ class ZenServer:
     """
 
     def __init__(self, store: Store, options: ServeOptions):
-        """Takes what is to be served; opens nothing yet."""
+        """Takes what is to be served; opens nothing yet.
+
+        Raises:
+            ValueError: the file of tokens, or the certificate, cannot be used.
+        """
         self.store = store
         self.address = ""
         self.engine: Engine | None = None
         self.worker: Worker | None = None
         self._options = options
         self._stopping = False
+        tokens = None if options.tokens is None else Tokens(options.tokens)
+        self._gate = Gate(tokens, operators=options.operators)
+        self._credentials = None if options.tls is None else Credentials(options.tls)
         router = Router(store)
         self._tokenizers = tokenizers_of(store)
         self._generate = GenerateService(
@@ -110,15 +124,24 @@ class ZenServer:
         Raises:
             PortInUse: an address cannot be listened on.
         """
-        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_CHANNEL_OPTIONS)
+        options = self._options
+        streams = ("grpc.max_concurrent_streams", options.most_streams)
+        server = grpc.aio.server(
+            interceptors=[ErrorInterceptor(self._gate.call)],
+            options=(*_CHANNEL_OPTIONS, streams),
+        )
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(self._generate, server)
         variants_pb2_grpc.add_VariantServiceServicer_to_server(self._variants, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
-        names = (GENERATE, VARIANTS, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        where = f"{self._options.host}:{self._options.port}"
+        if options.reflection:
+            names = (GENERATE, VARIANTS, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
+        where = f"{options.host}:{options.port}"
         try:
-            port = server.add_insecure_port(where)
+            if self._credentials is None:
+                port = server.add_insecure_port(where)
+            else:
+                port = server.add_secure_port(where, self._credentials.server_credentials())
         except RuntimeError:
             why = await asyncio.to_thread(why_not, self._options.host, self._options.port)
             raise PortInUse(f"cannot listen on {where}; {why or 'gRPC refuses it'}") from None
@@ -200,10 +223,13 @@ class ZenServer:
             self._generate,
             models,
             self._tokenizers,
+            enter=self._gate.enter,
             live=lambda: self.worker is None or self.worker.alive,
             write_timeout_s=options.write_timeout_s,
         )
-        return HttpServer(api.app(), options.host, options.http_port, options.write_timeout_s)
+        return HttpServer(
+            api.app(), options.host, options.http_port, options.write_timeout_s, options.tls
+        )
 
     def _lost(self) -> None:
         self._generate.refuse("the engine has stopped")

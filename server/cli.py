@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from server import cli_bench, cli_cache, cli_merge, cli_serve, console
+from server import cli_bench, cli_cache, cli_merge, cli_serve, cli_token, console
+from server import reach_options as reach
 from server import sampling_options as choice
 from server.cli_types import Address, AsJson, Products, StorePath
 
@@ -29,6 +30,7 @@ app.add_typer(convert, name="convert")
 app.add_typer(cli_merge.merge, name="merge")
 bench = typer.Typer(help="Measure ratios side by side on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(cli_token.token, name="token")
 
 Source = Annotated[
     Path,
@@ -171,6 +173,10 @@ def client(
         str | None, typer.Argument(metavar="PROMPT", help="Text to continue.")
     ] = None,
     address: Address = "127.0.0.1:50051",
+    token_file: reach.TokenFile = None,
+    tls_roots: reach.TlsRoots = None,
+    tls_cert: reach.TlsCert = None,
+    tls_key: reach.TlsKey = None,
     list_: Annotated[bool, typer.Option("--list", help="List the server's variants.")] = False,
     chat: Annotated[bool, typer.Option(help="Send the prompt as a message.")] = False,
     max_tokens: choice.MaxTokens = None,
@@ -199,8 +205,9 @@ def client(
     """Ask a server that runs, and print its answer as it comes."""
     from server.commands import client as command
 
+    access = reach.access(token_file, tls_roots, tls_cert, tls_key)
     if list_:
-        command.list_variants(address, as_json=as_json)
+        command.list_variants(address, access, as_json=as_json)
         return
     if model is None or prompt is None:
         raise ValueError("give a model and a prompt, or --list; `zen client --help` shows how")
@@ -209,7 +216,7 @@ def client(
         given["timeout_s"] = timeout
     if priority is not None:
         given["priority"] = priority
-    command.generate(address, model, prompt, given, chat=chat, as_json=as_json)
+    command.generate(address, access, model, prompt, given, chat=chat, as_json=as_json)
 
 
 @bench.command("linear", epilog="Example: zen bench linear --rows 1 --rows 14 --json linear.json")

@@ -1,9 +1,13 @@
 """`zen serve`: what can be chosen."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Annotated
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,15 +42,35 @@ Drain = Annotated[
 Hang = Annotated[
     float, typer.Option(min=1, help="Seconds without an answer until the engine is given up.")
 ]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option("--tokens", metavar="FILE", help="Let in who has a token; see `zen token`."),
+]
+Operators = Annotated[
+    bool, typer.Option("--operators", help="Without tokens: let anybody load, unload and pin.")
+]
+Reflection = Annotated[bool, typer.Option(help="Tell who asks what the services are.")]
+TlsCert = Annotated[
+    Path | None, typer.Option(metavar="PEM", help="Certificate to be known by; makes it TLS.")
+]
+TlsKey = Annotated[Path | None, typer.Option(metavar="PEM", help="Its private key.")]
+TlsClientRoots = Annotated[
+    Path | None,
+    typer.Option(metavar="PEM", help="Let in who shows a certificate signed by one of these."),
+]
 Rounding = Annotated[
     Products,
     typer.Option(help="Activations at weights; bfloat16 reads prompts faster on a CPU."),
 ]
 
+if TYPE_CHECKING:
+    from server.tls import TlsFiles
+
 EXAMPLE = "Example: zen serve ./store --port 50051 --rows 32"
 
 
 def serve(
+    context: typer.Context,
     store: StorePath,
     host: Host = "127.0.0.1",
     port: Port = 50051,
@@ -64,6 +88,12 @@ def serve(
     devices: Devices = None,
     drain: Drain = 30.0,
     hang: Hang = 120.0,
+    tokens: TokenFile = None,
+    operators: Operators = False,
+    reflection: Reflection = True,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_roots: TlsClientRoots = None,
     products: Rounding = Products.float32,
     kv_bytes: kv.Bytes = None,
     kv_dtype: kv.Dtype = None,
@@ -75,32 +105,35 @@ def serve(
     from server.serve_options import ServeOptions
 
     with by_option(ServeOptions):
-        options = ServeOptions(
-            host=host,
-            port=port,
-            http_port=http_port,
-            rows=rows,
-            slots=slots,
-            max_length=max_length,
-            inbox=inbox,
-            inbox_tokens=inbox_tokens,
-            inbox_per_model=inbox_per_model,
-            half_life_s=half_life,
-            pinned=pinned,
-            idle_after_s=idle_after,
-            host_bytes=host_bytes,
-            devices=devices,
-            drain_s=drain,
-            hang_s=hang,
-            products=products.value,
-            kv_bytes=kv_bytes,
-            kv_dtype=None if kv_dtype is None else kv_dtype.value,
-            page_size=page_size,
-            prefix_cache=prefix_cache,
-        )
-        finished = command.run(store, options)
+        finished = command.run(store, ServeOptions(**_settings(context.params)))
     if not finished:
         raise typer.Exit(1)
+
+
+# Settings whose unit stands in their name.
+_SECONDS = ("half_life", "idle_after", "drain", "hang")
+
+
+def _settings(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ServeOptions, from what was given by option."""
+    settings = {name: value for name, value in given.items() if name != "store"}
+    paths = (settings.pop(name) for name in ("tls_cert", "tls_key", "tls_client_roots"))
+    settings["tls"] = _tls(*paths)
+    settings |= {f"{name}_s": settings.pop(name) for name in _SECONDS}
+    return {
+        name: value.value if isinstance(value, StrEnum) else value
+        for name, value in settings.items()
+    }
+
+
+def _tls(certificate: Path | None, key: Path | None, roots: Path | None) -> TlsFiles | None:
+    from server.tls import TlsFiles
+
+    if certificate is not None and key is not None:
+        return TlsFiles(certificate, key, roots)
+    if certificate is None and key is None and roots is None:
+        return None
+    raise ValueError("give --tls-cert together with --tls-key; --tls-client-roots needs both")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Any, Self, TypedDict, Unpack
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
+from server.client_access import Access
 from server.client_retries import Refusal, Retries, Tries
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc, variants_pb2, variants_pb2_grpc
@@ -30,7 +31,7 @@ _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 # A time limit above it is none: 3 years, in seconds. gRPC cannot count much further.
 _LONGEST_S = 1e8
-_RETRIES = Retries()
+_RETRIES, _OPEN = Retries(), Access()
 
 
 class ZenError(Refusal):
@@ -220,14 +221,23 @@ class AsyncStream(_Call):
 class ZenClient:
     """A client that blocks; safe to use from several threads."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, retries: Retries = _RETRIES):
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        retries: Retries = _RETRIES,
+        access: Access = _OPEN,
+    ):
         """Prepares for `address`, host:port; it connects when the first request is made.
 
         Raises:
-            ValueError: no server can have this address.
+            ValueError: no server can have this address, or `access` cannot be used.
         """
-        self._retries = retries
-        self._channel = grpc.insecure_channel(_checked(address))
+        self._retries, self._metadata = retries, access.metadata
+        credentials = access.credentials()
+        if credentials is None:
+            self._channel = grpc.insecure_channel(_checked(address))
+        else:
+            self._channel = grpc.secure_channel(_checked(address), credentials)
         self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel).Generate
         self._variants = variants_pb2_grpc.VariantServiceStub(self._channel)
 
@@ -242,7 +252,11 @@ class ZenClient:
         """
         request, timeout_s = make_request(model, prompt, options)
         tries = self._retries.tries(timeout_s)
-        return Stream(lambda left_s: self._generate(request, timeout=left_s), tries)
+
+        def start(left_s: float | None) -> Any:
+            return self._generate(request, timeout=left_s, metadata=self._metadata)
+
+        return Stream(start, tries)
 
     def generate(
         self, model: str, prompt: str | None = None, **options: Unpack[RequestOptions]
@@ -262,7 +276,8 @@ class ZenClient:
     def list_variants(self) -> variants_pb2.ListVariantsResponse:
         """Returns the server's variants, and how many can be resident and run at once."""
         try:
-            return self._variants.ListVariants(variants_pb2.ListVariantsRequest())
+            request = variants_pb2.ListVariantsRequest()
+            return self._variants.ListVariants(request, metadata=self._metadata)
         except grpc.RpcError as error:
             raise ZenError(error) from None
 
@@ -280,14 +295,23 @@ class ZenClient:
 class AsyncZenClient:
     """The same client for asyncio; it belongs to the event loop that it is made in."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, retries: Retries = _RETRIES):
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        retries: Retries = _RETRIES,
+        access: Access = _OPEN,
+    ):
         """Prepares for `address`, host:port; it connects when the first request is made.
 
         Raises:
-            ValueError: no server can have this address.
+            ValueError: no server can have this address, or `access` cannot be used.
         """
-        self._retries = retries
-        self._channel = grpc.aio.insecure_channel(_checked(address))
+        self._retries, self._metadata = retries, access.metadata
+        credentials = access.credentials()
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(_checked(address))
+        else:
+            self._channel = grpc.aio.secure_channel(_checked(address), credentials)
         self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel).Generate
         self._variants = variants_pb2_grpc.VariantServiceStub(self._channel)
 
@@ -297,7 +321,11 @@ class AsyncZenClient:
         """Starts an answer; arguments and errors as for `ZenClient.stream`."""
         request, timeout_s = make_request(model, prompt, options)
         tries = self._retries.tries(timeout_s)
-        return AsyncStream(lambda left_s: self._generate(request, timeout=left_s), tries)
+
+        def start(left_s: float | None) -> Any:
+            return self._generate(request, timeout=left_s, metadata=self._metadata)
+
+        return AsyncStream(start, tries)
 
     async def generate(
         self, model: str, prompt: str | None = None, **options: Unpack[RequestOptions]
@@ -317,7 +345,8 @@ class AsyncZenClient:
     async def list_variants(self) -> variants_pb2.ListVariantsResponse:
         """Returns the server's variants, and how many can be resident and run at once."""
         try:
-            return await self._variants.ListVariants(variants_pb2.ListVariantsRequest())
+            request = variants_pb2.ListVariantsRequest()
+            return await self._variants.ListVariants(request, metadata=self._metadata)
         except grpc.RpcError as error:
             raise ZenError(error) from None
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from grpc_health.v1 import health, health_pb2
 
+from server.auth import Right, caller
 from server.router import Router
 from server.worker import Worker
 from zen.v1 import generate_pb2, variants_pb2
@@ -35,12 +36,32 @@ _HEARTBEAT_S = 0.5
 _VARIANTS_EVERY_S = 2.0
 
 
+_Library: Any = health.aio.HealthServicer  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Servicer(_Library):
+    """The library's, for which a variant that the caller may not know of is unknown."""
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        return await super().Check(_visible(request), context)
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        await super().Watch(_visible(request), context)
+
+
+def _visible(request: Any) -> Any:
+    name = request.service.removeprefix(VARIANT_PREFIX)
+    if name == request.service or (caller().may(Right.list) and caller().may_use(name)):
+        return request
+    return health_pb2.HealthCheckRequest(service=VARIANT_PREFIX)  # there is no such name
+
+
 class Health:
     """The servicer of grpc.health.v1. It belongs to the event loop that it is served from."""
 
     def __init__(self, store: Store, router: Router) -> None:
         """Takes what variants are looked up in."""
-        self.servicer: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self.servicer: Any = _Servicer()
         self._store, self._router = store, router
         self._told: dict[str, int] = {}
 

@@ -1,7 +1,7 @@
 """What goes over the wire: the events of a call's samples, put together into messages."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from server.requests import Failure, Finish, Request, TokenEvent
 from zen.v1 import generate_pb2 as pb
@@ -23,9 +23,15 @@ class Outgoing:
         left: samples that have not ended.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        """Takes the requests; sample i is at place i."""
-        self._requests = requests
+    def __init__(
+        self, requests: Sequence[Request], finished: Callable[[Finish], None] = lambda finish: None
+    ) -> None:
+        """Takes the requests; sample i is at place i.
+
+        Args:
+            finished: told how each sample ended that ended well.
+        """
+        self._requests, self._finished = requests, finished
         self._loop = asyncio.get_running_loop()
         # Holds no more than one event for each token.
         self._events: asyncio.Queue[tuple[int, TokenEvent | Failure]] = asyncio.Queue()
@@ -51,6 +57,7 @@ class Outgoing:
             _add(message, event)
             if event.finish is not None:
                 message.completion.CopyFrom(completion(self._requests[index], event.finish))
+                self._finished(event.finish)
                 self.left.discard(index)
             if self._events.empty():
                 return list(messages.values()), None

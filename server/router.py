@@ -57,9 +57,14 @@ class Router:
         """
         if model == BASE:
             return None
-        if not _NAME.fullmatch(model):
+        if not can_be_name(model):
             raise InvalidModelName(model)
         try:
             return self._store.variant(model)
         except VariantNotFound:
             raise UnknownModel(model) from None
+
+
+def can_be_name(model: str) -> bool:
+    """Whether a variant can be called so, or the base is."""
+    return _NAME.fullmatch(model) is not None

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 
 from server.inbox import InboxLimits
+from server.tls import TlsFiles
 from zen_jax.eviction import Policy
 
 
@@ -32,6 +34,11 @@ class ServeOptions:
         drain_s: how long requests that run may go on when the server stops, in seconds.
         write_timeout_s: how long a client may leave what was sent unread, in seconds.
         hang_s: the engine is given up when it has not answered for so long, in seconds.
+        tokens: the file of tokens that are let in; None lets anybody in.
+        operators: whether anybody may load, unload and pin variants where there are no tokens.
+        reflection: whether the services can be asked what they are.
+        tls: certificate and key to be known by; None serves in the clear.
+        most_streams: calls at a time over one connection.
         products: what activations are rounded to just before a weight, "float32" (not at all) or
             "bfloat16".
         kv_bytes: of keys and values; None takes what all rows need at their longest.
@@ -57,6 +64,11 @@ class ServeOptions:
     drain_s: float = 30.0
     write_timeout_s: float = 10.0
     hang_s: float = 120.0
+    tokens: Path | None = None
+    operators: bool = False
+    reflection: bool = True
+    tls: TlsFiles | None = None
+    most_streams: int = 256
     products: str = "float32"
     kv_bytes: int | None = None
     kv_dtype: str | None = None
@@ -65,7 +77,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         counts = ("rows", "slots", "inbox", "inbox_tokens", "inbox_per_model", "devices")
-        for name in (*counts, "kv_bytes"):
+        for name in (*counts, "kv_bytes", "most_streams"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")

@@ -9,16 +9,19 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import grpc
+from google.rpc import code_pb2
 
 from server import status
+from server.auth import Identity, caller
 from server.incoming import (
     DEFAULT_MAX_TOKENS,
     Limits,
@@ -29,8 +32,10 @@ from server.incoming import (
     token_ids_of,
 )
 from server.outgoing import Outgoing, model_info
+from server.quota import Quotas, QuotaSpent
+from server.records import REQUEST_ID, TRACEPARENT, CallRecord, Observer, usable_id
 from server.requests import Draining, InboxFull, OnEvent, Request
-from server.router import InvalidModelName, Router, UnknownModel
+from server.router import InvalidModelName, Router, UnknownModel, can_be_name
 from server.status import StatusError
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc
@@ -41,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 # Sends a piece of an answer, and returns when the next may come.
 type Write = Callable[[pb.GenerateResponse], Awaitable[None]]
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 # Longer than any pause of a reader that still wants its answer, in seconds.
 DEFAULT_WRITE_TIMEOUT_S = 10.0
@@ -86,10 +93,12 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         tokenizers: Callable[[Variant | None], Tokenizer],
         write_timeout_s: float = DEFAULT_WRITE_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
+        observers: Sequence[Observer] = (),
     ):
         """Takes the parts that are there before an engine is.
 
         Args:
+            observers: told of every call when it is over.
             tokenizers: a variant's tokenizer, the base's for None; called from helper threads.
             write_timeout_s: how long one message may wait for its reader.
             clock: the worker's clock, in seconds.
@@ -98,6 +107,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self._tokenizers = tokenizers
         self._write_timeout_s = write_timeout_s
         self._clock = clock
+        self._observers = tuple(observers)
+        self._quotas = Quotas(clock)
+        self._ids: set[tuple[str, str]] = set()
         self._engine: _Engine | None = None
         self._refusal = "the server is starting"
         self._preparers = ThreadPoolExecutor(_PREPARERS, "zen-prepare")
@@ -140,7 +152,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Streams the answer to one request, and frees its row however the call ends."""
-        await self.run(request, context.time_remaining(), context.write)
+        given = {key: str(value) for key, value in context.invocation_metadata() or ()}
+        remaining_s = context.time_remaining()
+        await self.run(request, remaining_s, context.write, headers=given)
 
     async def run(
         self,
@@ -150,8 +164,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         *,
         prepared: Callable[[Request], None] = lambda request: None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> None:
         """Answers one request by `write`, which may take its time for each message, up to a limit.
+
+        Whose request it is, `server.auth.caller` says.
 
         Args:
             message: what is asked, unchecked.
@@ -159,11 +176,66 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             write: sends a piece of the answer; cancelling the call or failing here frees its rows.
             prepared: told of the first sample's request before any piece of an answer.
             max_tokens: what is taken where the message gives none and the context has the room.
+            headers: the call's; those that `server.records` names are looked at.
 
         Raises:
             StatusError: what the caller is told.
         """
-        engine = self._engine
+        identity, began = caller(), self._clock()
+        record = CallRecord(
+            headers.get(REQUEST_ID) or uuid.uuid4().hex,
+            identity.token,
+            identity.tenant,
+            headers.get(TRACEPARENT, ""),
+        )
+        try:
+            with self._named(record):
+                await self._run(message, remaining_s, write, record, prepared, max_tokens)
+        except StatusError as error:
+            record.code = code_pb2.Code.Name(error.status.code)
+            raise
+        except asyncio.CancelledError:
+            record.code = "CANCELLED"
+            raise
+        except Exception:
+            record.code = "INTERNAL"
+            raise
+        else:
+            record.code = "OK"
+        finally:
+            record.seconds = self._clock() - began
+            for observe in self._observers:
+                observe(record)
+
+    @contextmanager
+    def _named(self, record: CallRecord) -> Iterator[None]:
+        """A call's id is its own as long as it runs.
+
+        Raises:
+            StatusError: INVALID_ARGUMENT or ALREADY_EXISTS.
+        """
+        if not usable_id(record.id):
+            raise invalid(REQUEST_ID, "is no id; expected 1 to 64 letters, digits and . _ -")
+        key = record.tenant, record.id
+        if key in self._ids:
+            text = f"a request of the id {record.id} is under way; give each an id of its own"
+            raise status.already_exists("zen.v1.GenerateRequest", record.id, text)
+        self._ids.add(key)
+        try:
+            yield
+        finally:
+            self._ids.discard(key)
+
+    async def _run(
+        self,
+        message: pb.GenerateRequest,
+        remaining_s: float | None,
+        write: Write,
+        record: CallRecord,
+        prepared: Callable[[Request], None],
+        max_tokens: int,
+    ) -> None:
+        engine, identity = self._engine, caller()
         if engine is None:
             raise status.unavailable(self._refusal)
         self._in_flight += 1
@@ -172,12 +244,20 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             deadline = None if remaining_s is None else self._clock() + remaining_s
             # Files are looked at and text is tokenized there: neither may hold up the loop. A call
             # that is cancelled before its turn takes none.
-            with _refusals(), engine.worker.reserved():
-                requests = await asyncio.get_running_loop().run_in_executor(
-                    self._preparers, self._prepare, message, deadline, engine.limits, max_tokens
-                )
-            prepared(requests[0])
-            await self._answer(requests, engine.worker, write)
+            with _refusals(), self._quotas.running(identity):
+                with engine.worker.reserved():
+                    requests = await asyncio.get_running_loop().run_in_executor(
+                        self._preparers,
+                        partial(self._prepare, message, deadline, engine.limits, max_tokens),
+                        identity,
+                        record,
+                    )
+                prepared(requests[0])
+                most = sum(request.sampling.max_tokens for request in requests)
+                with self._quotas.spending(
+                    identity, record.prompt_tokens, most, lambda: record.answer_tokens
+                ):
+                    await self._answer(requests, engine.worker, write, record)
         finally:
             self._in_flight -= 1
             if not self._in_flight:
@@ -188,7 +268,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         message: pb.GenerateRequest,
         deadline: float | None,
         limits: Limits,
-        max_tokens: int = DEFAULT_MAX_TOKENS,
+        max_tokens: int,
+        identity: Identity,
+        record: CallRecord,
     ) -> list[Request]:
         """Checks a message, finds its variant and tokenizes its input: a request for each sample.
 
@@ -200,7 +282,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         violations = list(check(message, limits))
         if violations:
             raise status.invalid_argument(violations)
-        variant = resolve(self._router, message.model, "model")
+        variant = resolve(self._router, message.model, "model", identity)
+        record.found(variant)
         try:
             limits = limits.of(variant)
         except VariantCorrupt:
@@ -214,13 +297,16 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         token_ids = token_ids_of(message, tokenizer)
         sampling = fitted(message, len(token_ids), limits, max_tokens)
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        own = uuid.uuid4().hex
+        own = f"{identity.tenant}/{record.id}"
         first = Request(own, variant, token_ids, sampling, seed, deadline, message.priority)
+        first = replace(first, tenant=identity.tenant)
         later = replace(sampling, prompt_logprobs=None)
-        return [
+        requests = [
             first if i == 0 else replace(first, id=f"{first.id}-{i}", sampling=later, sample=i)
             for i in range(sampling.n)
         ]
+        record.prepared(requests)
+        return requests
 
     def _tokenizer(self, variant: Variant | None) -> Tokenizer:
         name = model_info(variant).name
@@ -233,12 +319,14 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             text = f"{name} has no tokenizer that can be read"
             raise status.failed_precondition("LOAD_FAILED", name, text) from None
 
-    async def _answer(self, requests: list[Request], worker: GenerateWorker, write: Write) -> None:
+    async def _answer(
+        self, requests: list[Request], worker: GenerateWorker, write: Write, record: CallRecord
+    ) -> None:
         """Runs a call's samples and writes what comes of them.
 
         The worker is told of each sample that nobody waits for any more.
         """
-        outgoing = Outgoing(requests)
+        outgoing, began = Outgoing(requests, record.finishes.append), self._clock()
         submitted: list[Request] = []
         try:
             for request in requests:
@@ -249,6 +337,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 messages, failure = await outgoing.next()
                 for message in messages:
                     await self._write(message, write)
+                    record.pieces.append((self._clock() - began, len(message.token_ids)))
                 if failure is not None:
                     name = model_info(requests[0].variant).name
                     raise status.of_failure(
@@ -281,22 +370,37 @@ def _refusals() -> Iterator[None]:
         raise status.resource_exhausted(str(error), error.retry_after_s) from None
     except Draining as error:
         raise status.unavailable(str(error)) from None
+    except QuotaSpent as error:
+        raise status.resource_exhausted(str(error), error.retry_after_s) from None
 
 
-def resolve(router: Router, name: str, field: str) -> Variant | None:
+def resolve(router: Router, name: str, field: str, identity: Identity) -> Variant | None:
     """The variant that `name`, the value of `field`, means; None for the base.
+
+    What a caller may not use is to it as what there is not.
 
     Raises:
         StatusError: INVALID_ARGUMENT, NOT_FOUND, or DATA_LOSS when its manifest is damaged.
     """
     try:
-        return router.resolve(name)
+        return resolve_for(identity, router, name)
     except InvalidModelName as error:
         raise invalid(field, str(error)) from None
     except UnknownModel as error:
         raise status.not_found("zen.v1.Variant", name, str(error)) from None
     except VariantCorrupt:
         raise damaged(name) from None
+
+
+def resolve_for(identity: Identity, router: Router, name: str) -> Variant | None:
+    """What a name means to a caller: what it may not use is to it as what there is not.
+
+    Raises:
+        UnknownModel, VariantCorrupt: as `Router.resolve`.
+    """
+    if not identity.may_use(name) and can_be_name(name):
+        raise UnknownModel(name)
+    return router.resolve(name)
 
 
 def damaged(name: str) -> StatusError:

@@ -11,7 +11,7 @@ import inspect
 import logging
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from server.auth import OPERATOR, Identity, answering
 from server.requests import FailureKind
 from server.status_table import TABLE
 
@@ -78,6 +79,16 @@ def failed_precondition(kind: str, name: str, text: str) -> StatusError:
     )
     details = error_details_pb2.PreconditionFailure(violations=[violation])
     return _error(code_pb2.FAILED_PRECONDITION, text, details)
+
+
+def unauthenticated(text: str) -> StatusError:
+    """UNAUTHENTICATED."""
+    return _error(code_pb2.UNAUTHENTICATED, text)
+
+
+def permission_denied(text: str) -> StatusError:
+    """PERMISSION_DENIED."""
+    return _error(code_pb2.PERMISSION_DENIED, text)
 
 
 def resource_exhausted(text: str, retry_after_s: float | None) -> StatusError:
@@ -148,8 +159,20 @@ def of_failure(kind: FailureKind, text: str, retry_after_s: float | None, name: 
             return internal(text)
 
 
+# From a method's full name and a call's metadata to who calls; raises a StatusError.
+type Authorize = Callable[[str, Iterable[tuple[str, str | bytes]]], Identity]
+
+
+def _anybody(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
+    return OPERATOR
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what handlers raise into statuses, for every RPC of the server."""
+    """Lets nobody in who may not, and turns what handlers raise into statuses, for every RPC."""
+
+    def __init__(self, authorize: Authorize = _anybody) -> None:
+        """Takes what decides who may call what; anybody may, unless it is given."""
+        self._authorize = authorize
 
     async def intercept_service(
         self,
@@ -160,26 +183,25 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        if handler.response_streaming:
-            behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            wrapped = _guard_stream(behaviour)
-        else:
-            behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
-            make = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
-            wrapped = _guard_unary(behaviour)
+        details: Any = handler_call_details
+
+        def enter(request: Any) -> None:
+            """In the call's own task, before its handler."""
+            answering(self._authorize(details.method, details.invocation_metadata))
+            _check_decoded(request)
+
+        guard = _guard_stream if handler.response_streaming else _guard_unary
+        kinds = {
+            (False, False): (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
+            (False, True): (handler.unary_stream, grpc.unary_stream_rpc_method_handler),
+            (True, False): (handler.stream_unary, grpc.stream_unary_rpc_method_handler),
+            (True, True): (handler.stream_stream, grpc.stream_stream_rpc_method_handler),
+        }
+        behaviour, make = kinds[handler.request_streaming, handler.response_streaming]
         read = handler.request_deserializer
         if not handler.request_streaming:
             read = _lenient(read)
-        return make(wrapped, read, handler.response_serializer)
+        return make(guard(behaviour, enter), read, handler.response_serializer)
 
 
 class _Undecodable:
@@ -202,10 +224,10 @@ def _check_decoded(request: Any) -> None:
         raise invalid_argument([Violation("message", text)])
 
 
-def _guard_unary(behaviour: Callable) -> Callable:
+def _guard_unary(behaviour: Callable, enter: Callable[[Any], None]) -> Callable:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            _check_decoded(request)
+            enter(request)
             return await behaviour(request, context)
         except Exception as error:
             await _send(context, error)
@@ -213,10 +235,10 @@ def _guard_unary(behaviour: Callable) -> Callable:
     return guarded
 
 
-def _guard_stream(behaviour: Callable) -> Callable:
+def _guard_stream(behaviour: Callable, enter: Callable[[Any], None]) -> Callable:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> None:
         try:
-            _check_decoded(request)
+            enter(request)
             answer = behaviour(request, context)
             if inspect.isasyncgen(answer):
                 async for piece in answer:

@@ -67,11 +67,24 @@ _TABLE: dict[int, Meaning] = {
         ),
         "an operator repairs the variant, or starts a server that has room for it",
     ),
+    code_pb2.UNAUTHENTICATED: Meaning(
+        401,
+        "",
+        ("no token was given, or one that is unknown or has expired; which of them is not said",),
+        "send `authorization: Bearer TOKEN`",
+    ),
+    code_pb2.PERMISSION_DENIED: Meaning(
+        403,
+        "",
+        ("the token has not the right that the method asks for",),
+        "ask for a token that has it",
+    ),
     code_pb2.RESOURCE_EXHAUSTED: Meaning(
         429,
         "RetryInfo",
         (
             "as many requests or tokens wait for a row as may, in all or for this model",
+            "the tenant has had the requests or tokens that it may",
             "no slot came free for the variant in the time allowed",
             "too many variants are pinned",
         ),

@@ -8,11 +8,19 @@ from rich.table import Table
 
 from server import console
 from server.client import Generation, RequestOptions, ZenClient
+from server.client_access import Access
 from zen.v1 import generate_pb2, variants_pb2
 
 
 def generate(
-    address: str, model: str, prompt: str, options: RequestOptions, *, chat: bool, as_json: bool
+    address: str,
+    access: Access,
+    model: str,
+    prompt: str,
+    options: RequestOptions,
+    *,
+    chat: bool,
+    as_json: bool,
 ) -> None:
     """Prints an answer as it comes, and below it how it ended; of several samples each when all
     have ended."""
@@ -21,7 +29,10 @@ def generate(
         options["messages"] = [{"role": "user", "content": prompt}]
         text = None
     several = options.get("n", 1) > 1
-    with ZenClient(address) as client, client.stream(model, text, **options) as stream:
+    with (
+        ZenClient(address, access=access) as client,
+        client.stream(model, text, **options) as stream,
+    ):
         for piece in stream:
             if not as_json and not several:
                 console.show(piece, end="")
@@ -35,9 +46,9 @@ def generate(
         console.note(_summary(answer.completion))
 
 
-def list_variants(address: str, *, as_json: bool) -> None:
+def list_variants(address: str, access: Access, *, as_json: bool) -> None:
     """Prints the server's variants and where they are."""
-    with ZenClient(address) as client:
+    with ZenClient(address, access=access) as client:
         answer = client.list_variants()
     if as_json:
         console.print_json(MessageToDict(answer, preserving_proto_field_name=True))

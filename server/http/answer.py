@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -13,6 +13,7 @@ from server.http.errors import of_status
 from server.http.pieces import Counts, Piece, Spelling, Track, finish_of, told, usage_of
 from server.http.reply import Reply, encoded
 from server.http.schema import Call
+from server.records import REQUEST_ID
 from server.requests import Request
 from server.service import GenerateService
 from server.status import StatusError
@@ -41,10 +42,14 @@ class Answer:
     """The answers to one call, put together from what its prompts' requests bring."""
 
     def __init__(
-        self, call: Call, shape: Shape, tokenizers: Callable[[Variant | None], Tokenizer]
+        self,
+        call: Call,
+        shape: Shape,
+        tokenizers: Callable[[Variant | None], Tokenizer],
+        headers: Mapping[str, str],
     ) -> None:
-        """Takes the call, how it is to look, and where a variant's tokenizer is found."""
-        self._call = call
+        """Takes the call and its headers, how it is to look, and where tokenizers are found."""
+        self._call, self._headers = call, headers
         self._shape = shape
         self._tokenizers = tokenizers
         self._logprobs = call.requests[0].sampling.HasField("logprobs")
@@ -58,6 +63,13 @@ class Answer:
             "model": call.model,
             "system_fingerprint": None,
         }
+
+    def _headers_of(self, prompt: int) -> dict[str, str]:
+        """Those of one of the call's prompts: each is a request with an id of its own."""
+        headers = dict(self._headers)
+        if prompt and REQUEST_ID in headers:
+            headers[REQUEST_ID] += f".{prompt}"
+        return headers
 
     async def run(self, service: GenerateService, since: float, reply: Reply) -> None:
         """Runs the call and sends what comes of it.
@@ -93,6 +105,7 @@ class Answer:
                         partial(take, prompt),
                         prepared=partial(self._prepared, prompt),
                         max_tokens=self._call.max_tokens,
+                        headers=self._headers_of(prompt),
                     )
                 except StatusError as error:
                     raise of_status(error, partial(self._call.param_of, prompt)) from None

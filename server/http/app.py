@@ -1,8 +1,9 @@
 """The routes, and what every request passes through on its way in and out."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server import status
+from server.auth import Identity, Right, answering
 from server.http import chat, completions
 from server.http.answer import Answer, Shape
 from server.http.body import ClientGone, Receive, parse, read_body
@@ -36,6 +38,27 @@ MAX_HEAD_BYTES = 32 * 1024
 ABORT = "zen.abort"
 
 
+# What each path asks for; None is open to anybody.
+RIGHTS: Mapping[str, Right | None] = MappingProxyType(
+    {
+        "/v1/chat/completions": Right.generate,
+        "/v1/completions": Right.generate,
+        "/v1/models": Right.list,
+        "/v1/models/{name:path}": Right.list,
+        "/health": None,
+        "/ready": None,
+    }
+)
+
+
+def _method(path: str) -> str:
+    return "POST" if path.endswith("completions") else "GET"
+
+
+def _authorization(scope: Scope) -> list[str]:
+    return [text.decode("latin-1") for name, text in scope["headers"] if name == b"authorization"]
+
+
 class Api:
     """OpenAI's routes over a GenerateService."""
 
@@ -45,6 +68,7 @@ class Api:
         models: Models,
         tokenizers: Callable[[Variant | None], Tokenizer],
         *,
+        enter: Callable[[Right | None, Sequence[str]], Identity],
         live: Callable[[], bool],
         write_timeout_s: float,
     ) -> None:
@@ -54,35 +78,42 @@ class Api:
             service: runs what is asked.
             models: what can be asked.
             tokenizers: a variant's tokenizer, the base's for None.
+            enter: who asks for a right, by the Authorization headers; `server.rights.Gate`'s.
             live: whether the process works at all.
             write_timeout_s: how long a part of a response may wait for its reader.
         """
         self._service = service
         self._models = models
         self._tokenizers = tokenizers
+        self._enter = enter
         self._live = live
         self._write_timeout_s = write_timeout_s
         self._open = 0
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        complete = ("POST",)
+        handlers: dict[str, Handler] = {
+            "/v1/chat/completions": self._completion(chat),
+            "/v1/completions": self._completion(completions),
+            "/v1/models": self._list,
+            "/v1/models/{name:path}": self._model,
+            "/health": self._health,
+            "/ready": self._ready,
+        }
         routes = [
-            Route("/v1/chat/completions", self._asgi(self._completion(chat)), methods=complete),
-            Route("/v1/completions", self._asgi(self._completion(completions)), methods=complete),
-            Route("/v1/models", self._asgi(self._list), methods=["GET"]),
-            Route("/v1/models/{name:path}", self._asgi(self._model), methods=["GET"]),
-            Route("/health", self._asgi(self._health), methods=["GET"]),
-            Route("/ready", self._asgi(self._ready), methods=["GET"]),
+            Route(path, self._asgi(handler, RIGHTS[path]), methods=[_method(path)])
+            for path, handler in handlers.items()
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
         app.router.redirect_slashes = False
         return app
 
-    def _asgi(self, handler: Handler) -> "_Endpoint":
-        return _Endpoint(partial(self._serve, handler))
+    def _asgi(self, handler: Handler, right: Right | None) -> "_Endpoint":
+        return _Endpoint(partial(self._serve, handler, right))
 
-    async def _serve(self, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(
+        self, handler: Handler, right: Right | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Answers one request by `handler`, and tells whatever goes wrong."""
         reply = Reply(
             send,
@@ -94,6 +125,7 @@ class Api:
             if sum(len(name) + len(text) for name, text in scope["headers"]) > MAX_HEAD_BYTES:
                 text = f"the headers are longer than {MAX_HEAD_BYTES} bytes"
                 raise HttpError(431, text, code="headers_too_large", close=True)
+            answering(self._enter(right, _authorization(scope)))
             await handler(scope, receive, reply)
         except ClientGone:
             pass
@@ -109,7 +141,7 @@ class Api:
             self._open += 1
             try:
                 call = await _read_call(shape, scope, receive)
-                answer = Answer(call, shape, self._tokenizers)
+                answer = Answer(call, shape, self._tokenizers, _headers(scope))
                 await _while_there(answer.run(self._service, since, reply), receive)
             finally:
                 self._open -= 1
@@ -146,8 +178,12 @@ class _Endpoint:
         await self._serve(scope, receive, send)
 
 
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): text.decode("latin-1") for name, text in scope["headers"]}
+
+
 async def _read_call(shape: Shape, scope: Scope, receive: Receive) -> Call:
-    headers = {name.decode("latin-1"): text.decode("latin-1") for name, text in scope["headers"]}
+    headers = _headers(scope)
     body = await read_body(headers, receive)
 
     def call() -> Call:

@@ -72,6 +72,8 @@ _NAMES: dict[int, tuple[str, str]] = {
     code_pb2.INVALID_ARGUMENT: (_INVALID, "invalid_value"),
     code_pb2.NOT_FOUND: (_INVALID, "model_not_found"),
     code_pb2.ALREADY_EXISTS: ("conflict_error", "already_exists"),
+    code_pb2.UNAUTHENTICATED: ("authentication_error", "invalid_api_key"),
+    code_pb2.PERMISSION_DENIED: ("permission_error", "permission_denied"),
     code_pb2.FAILED_PRECONDITION: ("conflict_error", "model_not_servable"),
     code_pb2.RESOURCE_EXHAUSTED: ("rate_limit_error", "rate_limit_exceeded"),
     code_pb2.UNAVAILABLE: (_OURS, "unavailable"),

@@ -2,9 +2,10 @@
 
 from typing import Any, Protocol
 
+from server.auth import caller
 from server.http.errors import no_model
 from server.router import Router, UnknownModel
-from server.service import damaged
+from server.service import damaged, resolve_for
 from zen_jax.checkpoint.manifest import BASE, MANIFEST, Variant, VariantCorrupt
 
 
@@ -26,8 +27,9 @@ class Models:
 
     def all(self) -> list[dict[str, Any]]:
         """The base first, then the newest version of each variant that is not damaged."""
-        found = [_described(None)]
-        for name in self._store.names():
+        identity = caller()
+        found = [_described(None)] if identity.may_use(BASE) else []
+        for name in filter(identity.may_use, self._store.names()):
             try:
                 found.append(_described(self._router.resolve(name)))
             except (UnknownModel, VariantCorrupt):  # deleted meanwhile, or to be repaired
@@ -42,7 +44,7 @@ class Models:
             StatusError: DATA_LOSS, it is damaged.
         """
         try:
-            return _described(self._router.resolve(name))
+            return _described(resolve_for(caller(), self._router, name))
         except UnknownModel as error:
             raise no_model(str(error)) from None
         except VariantCorrupt:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from server.inbox import InboxLimits
 from server.loader import Loader
 from server.requests import InboxFull, LoadRefused, Request
 from server.worker import Worker
@@ -377,7 +378,7 @@ def test_the_time_to_come_again_is_that_of_the_queue_and_not_of_an_idle_night(
         loader,
         CacheConfig(slots=1, slot_bytes=4),
         fake.ByteTokenizer,
-        4,
+        InboxLimits(4),
         lambda: now,
     )
     worker.tick()

@@ -17,6 +17,7 @@ from server.http.app import Api
 from server.http.models import Models
 from server.http.serving import HttpServer
 from server.requests import Draining, Failure, InboxFull, OnEvent, Request, TokenEvent
+from server.rights import Gate
 from server.router import Router
 
 
@@ -96,6 +97,7 @@ async def http(served, parts) -> AsyncIterator[Http]:
         served.service,
         Models(store, Router(parts.store())),
         parts.find_tokenizer,
+        enter=Gate(None, operators=False).enter,
         live=lambda: served.service.refusal != "the engine has stopped",
         write_timeout_s=1.0,
     )

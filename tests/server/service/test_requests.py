@@ -10,7 +10,9 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
+from server.auth import ANYBODY
 from server.incoming import Limits
+from server.records import CallRecord
 from server.requests import TokenEvent
 from server.router import Router
 from server.service import GenerateService
@@ -270,4 +272,35 @@ async def test_calls_that_wait_to_be_tokenized_take_no_turn_once_they_are_over(
 def test_a_deadline_that_has_passed_ends_the_preparation(worker, parts):
     service = GenerateService(router=Router(parts.store()), tokenizers=parts.find_tokenizer)
     with pytest.raises(StatusError, match="deadline"):
-        service._prepare(ask(), time.monotonic() - 1, parts.limits)
+        service._prepare(ask(), time.monotonic() - 1, parts.limits, 8, ANYBODY, CallRecord("x"))
+
+
+async def test_a_requests_id_is_its_own_while_it_runs(served, worker, parts):
+    """Given or made up; another may have it once the first is over."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def script(request, on_event):
+        begun.set()
+        gate.wait(10)
+        parts.answer("a")(request, on_event)
+
+    worker.script = script
+    named = (("x-request-id", "mine-1"),)
+    first = served.stub.Generate(ask(), metadata=named)
+    reading = asyncio.ensure_future(first.read())
+    assert await asyncio.to_thread(begun.wait, 10)
+    assert worker.requests[0].id == "/mine-1"
+    second = served.stub.Generate(ask(), metadata=named)
+    with pytest.raises(grpc.RpcError):
+        await second.read()
+    assert await second.code() is grpc.StatusCode.ALREADY_EXISTS
+    gate.set()
+    assert (await reading).text == "a"
+    await first.read()
+    assert [m.text for m in await served.generate(ask(), metadata=named)] == ["a"]
+    for bad in ("a/b", "x" * 65, "a b"):
+        call = served.stub.Generate(ask(), metadata=(("x-request-id", bad),))
+        with pytest.raises(grpc.RpcError):
+            await call.read()
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(worker.requests) == 2

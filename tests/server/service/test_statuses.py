@@ -249,8 +249,8 @@ def test_every_status_is_described_and_every_description_is_of_one_that_is_sent(
         status.invalid_argument([Violation("x", "y")]),
         status.not_found("a", "b", "c"),
         status.already_exists("a", "b", "c"),
-        status.cancelled(""),
-        status.internal(""),
+        status.unauthenticated(""),
+        status.permission_denied(""),
         *(status.of_failure(kind, "", 1.0, "x") for kind in get_args(FailureKind.__value__)),
     ]
     assert {error.status.code for error in made} == set(TABLE)

@@ -1,0 +1,99 @@
+"""What each tenant may have at a time and in a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from server.auth import Identity
+
+_MINUTE_S = 60.0
+
+
+class QuotaSpent(Exception):
+    """A tenant has had what it may; `retry_after_s` says when to come again."""
+
+    def __init__(self, why: str, retry_after_s: float) -> None:
+        super().__init__(f"{why}; try again in {retry_after_s:.1f} s")
+        self.retry_after_s = retry_after_s
+
+
+@dataclass
+class _Use:
+    running: int = 0
+    tokens: float = 0.0
+    at: float = 0.0
+
+
+class Quotas:
+    """Counts by tenant. It belongs to one thread.
+
+    Tokens are those of prompts and what answers may have at most, counted when a request comes;
+    what an answer did not use is given back at its end. They wear off evenly, so that a tenant can
+    have a minute's worth at once and then as many as come back.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Takes a clock in seconds."""
+        self._clock = clock
+        self._uses: dict[str, _Use] = {}
+
+    @contextmanager
+    def running(self, identity: Identity) -> Iterator[None]:
+        """A request of a tenant is under way during the block.
+
+        Raises:
+            QuotaSpent: it has as many as it may.
+        """
+        use = self._use(identity)
+        most = identity.most_requests
+        if most is not None and use.running >= most:
+            text = f"{most} requests of this tenant are under way, which is its limit"
+            raise QuotaSpent(text, 1.0)
+        use.running += 1
+        try:
+            yield
+        finally:
+            use.running -= 1
+            if not use.running and self._worn(use, identity) <= 0:
+                self._uses.pop(identity.tenant, None)
+
+    @contextmanager
+    def spending(
+        self, identity: Identity, prompt: int, answers: int, used: Callable[[], int]
+    ) -> Iterator[None]:
+        """A request of a tenant takes so many tokens of a prompt, and so many of answers at most.
+
+        Args:
+            used: how many its answers had, asked at the end of the block.
+
+        Raises:
+            QuotaSpent: they are more than the tenant has left.
+        """
+        most = identity.tokens_per_minute
+        if most is None:
+            yield
+            return
+        use, tokens = self._use(identity), prompt + answers
+        had = self._worn(use, identity)
+        # What alone passes a minute's worth is let in where nothing else was had.
+        if had > 0 and had + tokens > most:
+            wait_s = min(had, had + tokens - most) * _MINUTE_S / most
+            text = f"this tenant has had {had:.0f} of its {most} tokens a minute"
+            raise QuotaSpent(f"{text}, and this request takes {tokens}", max(wait_s, 0.1))
+        use.tokens = had + tokens
+        try:
+            yield
+        finally:
+            use.tokens = max(0.0, self._worn(use, identity) - (answers - used()))
+
+    def _use(self, identity: Identity) -> _Use:
+        return self._uses.setdefault(identity.tenant, _Use(at=self._clock()))
+
+    def _worn(self, use: _Use, identity: Identity) -> float:
+        now = self._clock()
+        rate = (identity.tokens_per_minute or 0) / _MINUTE_S
+        use.tokens = max(0.0, use.tokens - rate * (now - use.at))
+        use.at = now
+        return use.tokens
