@@ -31,6 +31,7 @@ from server.http.models import Models
 from server.http.serving import HttpServer
 from server.incoming import Limits
 from server.loader import Loader, Stages
+from server.metrics import Metrics
 from server.rights import Gate
 from server.router import Router
 from server.serve_options import ServeOptions
@@ -107,10 +108,12 @@ class ZenServer:
         self._credentials = None if options.tls is None else Credentials(options.tls)
         router = Router(store)
         self._tokenizers = tokenizers_of(store)
+        self._metrics = Metrics(lambda: self.worker and self.worker.snapshot())
         self._generate = GenerateService(
             router=router,
             tokenizers=self._tokenizers,
             write_timeout_s=options.write_timeout_s,
+            observers=[self._metrics.observe],
         )
         self._variants = VariantService(store, router)
         self._health = Health(store, router)
@@ -224,6 +227,7 @@ class ZenServer:
             models,
             self._tokenizers,
             enter=self._gate.enter,
+            metrics=self._metrics.text,
             live=lambda: self.worker is None or self.worker.alive,
             write_timeout_s=options.write_timeout_s,
         )

@@ -70,6 +70,7 @@ class WorkerSnapshot:
         found_tokens: that were not read, since their pages were there; since the start.
         read_tokens: of prompts, and of answers after a row was lost; since the start.
         rows_lost: how often a request lost its row to another; since the start.
+        evictions: slots that variants have left; since the start.
     """
 
     variants: tuple[VariantStatus, ...]
@@ -90,6 +91,7 @@ class WorkerSnapshot:
     found_tokens: int = 0
     read_tokens: int = 0
     rows_lost: int = 0
+    evictions: int = 0
 
 
 def snapshot(
@@ -101,6 +103,7 @@ def snapshot(
     host_share: float,
     compiles: int,
     loads: int,
+    evictions: int,
     now: float,
 ) -> WorkerSnapshot:
     """Put together what operators may see of the scheduler's state."""
@@ -123,6 +126,7 @@ def snapshot(
         found_tokens=state.found_tokens,
         read_tokens=state.read_tokens,
         rows_lost=state.lost,
+        evictions=evictions,
     )
 
 

@@ -136,7 +136,7 @@ class Worker:
         self._started = self._stopping = self._over = False
         self._thread = threading.Thread(target=self._run, name="zen-worker", daemon=True)
         self._queue_pace = QueuePace(clock())
-        self._idle, self._rounds = True, 0
+        self._idle, self._rounds, self._evictions = True, 0, 0
 
     # From any thread.
 
@@ -231,6 +231,7 @@ class Worker:
             host_share=self._pace.host_share,
             compiles=self._engine.compiles,
             loads=self._loader.started,
+            evictions=self._evictions,
             now=self._clock(),
         )
 
@@ -348,6 +349,7 @@ class Worker:
             case DropHost(digest):
                 self._loader.drop_host(digest)
             case Evicted(digest, slot):
+                self._evictions += 1
                 _log.info("slot %d is free of %s", slot, digest)
             case Emit():
                 self._emit(action)

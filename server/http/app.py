@@ -21,6 +21,7 @@ from server.http.errors import CANCELLED, HttpError, of_exception
 from server.http.models import Models
 from server.http.reply import Reply, Send, encoded
 from server.http.schema import Call
+from server.metrics import CONTENT_TYPE
 from server.service import GenerateService
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ RIGHTS: Mapping[str, Right | None] = MappingProxyType(
         "/v1/models/{name:path}": Right.list,
         "/health": None,
         "/ready": None,
+        "/metrics": Right.observe,
     }
 )
 
@@ -70,6 +72,7 @@ class Api:
         *,
         enter: Callable[[Right | None, Sequence[str]], Identity],
         live: Callable[[], bool],
+        metrics: Callable[[], bytes],
         write_timeout_s: float,
     ) -> None:
         """Takes the parts that answer.
@@ -80,13 +83,14 @@ class Api:
             tokenizers: a variant's tokenizer, the base's for None.
             enter: who asks for a right, by the Authorization headers; `server.rights.Gate`'s.
             live: whether the process works at all.
+            metrics: what Prometheus reads.
             write_timeout_s: how long a part of a response may wait for its reader.
         """
         self._service = service
         self._models = models
         self._tokenizers = tokenizers
         self._enter = enter
-        self._live = live
+        self._live, self._metrics = live, metrics
         self._write_timeout_s = write_timeout_s
         self._open = 0
 
@@ -99,6 +103,7 @@ class Api:
             "/v1/models/{name:path}": self._model,
             "/health": self._health,
             "/ready": self._ready,
+            "/metrics": self._read_metrics,
         }
         routes = [
             Route(path, self._asgi(handler, RIGHTS[path]), methods=[_method(path)])
@@ -166,6 +171,10 @@ class Api:
         if why is not None:
             raise status.unavailable(why)
         await reply.json(encoded({"status": "ready"}))
+
+    async def _read_metrics(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        kind = {b"content-type": CONTENT_TYPE.encode()}
+        await reply.json(await asyncio.to_thread(self._metrics), headers=kind)
 
 
 class _Endpoint:

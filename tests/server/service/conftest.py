@@ -13,6 +13,7 @@ import pytest
 from grpc_status import rpc_status
 
 from server.incoming import Limits
+from server.records import CallRecord
 from server.requests import (
     Finish,
     FinishReason,
@@ -148,11 +149,18 @@ def worker() -> FakeWorker:
 
 
 @pytest.fixture
-async def served(worker: FakeWorker) -> AsyncIterator[Served]:
+def records() -> list[CallRecord]:
+    """What is kept of calls that are over."""
+    return []
+
+
+@pytest.fixture
+async def served(worker: FakeWorker, records: list[CallRecord]) -> AsyncIterator[Served]:
     service = GenerateService(
         router=Router(FakeStore()),
         tokenizers=find_tokenizer,
         write_timeout_s=1.0,
+        observers=[records.append],
     )
     service.accept(worker, LIMITS)
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])

@@ -97,6 +97,7 @@ async def http(served, parts) -> AsyncIterator[Http]:
         served.service,
         Models(store, Router(parts.store())),
         parts.find_tokenizer,
+        metrics=lambda: b"",
         enter=Gate(None, operators=False).enter,
         live=lambda: served.service.refusal != "the engine has stopped",
         write_timeout_s=1.0,

@@ -304,3 +304,22 @@ async def test_a_requests_id_is_its_own_while_it_runs(served, worker, parts):
             await call.read()
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert len(worker.requests) == 2
+
+
+async def test_every_call_leaves_a_record_however_it_ends(served, worker, records, parts):
+    await served.generate(ask(), metadata=(("traceparent", "00-aa-bb-01"),))
+    await served.refused(ask(model="nobody"))
+    worker.script = lambda request, on_event: None
+    call = served.stub.Generate(ask(), timeout=0.2)
+    with pytest.raises(grpc.RpcError):
+        await call.read()
+    assert await served.service.idle(10)
+    await asyncio.sleep(0)  # the record is kept in the same turn as the call ends
+    assert [record.code for record in records] == ["OK", "NOT_FOUND", "CANCELLED"]
+    first = records[0]
+    assert (first.model, first.version, first.samples) == ("coder", 3, 1)
+    assert (first.prompt_tokens, first.answer_tokens) == (3, 2)
+    assert first.traceparent == "00-aa-bb-01" and first.seconds > 0
+    assert [finish.completion_tokens for finish in first.finishes] == [2]
+    assert (records[1].model, records[1].finishes) == ("", [])
+    assert len({record.id for record in records}) == 3
