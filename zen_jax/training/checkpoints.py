@@ -6,6 +6,7 @@ there is to know. A step appears whole or not at all; the one before is removed 
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,14 @@ class RunFolder:
             saved = ocp.args.Composite(record=ocp.args.JsonSave(dict(record)), **args)
             if step not in manager.all_steps():
                 manager.save(step, args=saved)
+
+    def record(self) -> Mapping[str, Any] | None:
+        """The newest checkpoint's record, None if there is none; a run may be under way."""
+        steps = [int(p.name) for p in self._folder.glob("*") if p.name.isdecimal()]
+        if not steps:
+            return None
+        text = (self._folder / str(max(steps)) / "record" / "metadata").read_text()
+        return json.loads(text)
 
     def restore(self, identity: str, like: Sequence[Any]) -> Restored | None:
         """The newest checkpoint, None if there is none.

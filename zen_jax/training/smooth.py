@@ -96,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     study.add_argument("--work", type=Path, default=ROOT / "build" / "smoothing")
     study.add_argument("--docs", type=Path, default=ROOT / "docs")
     study.add_argument("--base", type=Path, default=ROOT / smoothing_study.SMOLLM2)
+    study.add_argument("--so-far", action="store_true", help="train nothing, publish what is there")
     report = commands.add_parser("report", help="write the page and its plot again")
     report.add_argument("--docs", type=Path, default=ROOT / "docs")
     return parser
@@ -135,7 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             subjects = smoothing_study.subjects(
                 given.what, given.family, given.base, given.work, given.texts
             )
-            found = smoothing_study.run(subjects, given.work, not given.quiet)
+            if given.so_far:
+                found = smoothing_study.so_far(subjects, given.work)
+            else:
+                found = smoothing_study.run(subjects, given.work, not given.quiet)
             smoothing_study.publish(given.docs, {given.what: found})
             print(f"{given.docs}: done in {(time.monotonic() - began) / 60:.1f} minutes")
     except (ValueError, OSError) as error:

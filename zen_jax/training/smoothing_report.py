@@ -59,10 +59,13 @@ def facts(studies: Mapping[str, Any]) -> str:
     lines = [f"| runs | {' | '.join(heads)} | CPU s |", "|---" + "|---:" * (len(heads) + 1) + "|"]
     for title, runs in groups(studies).items():
         one = runs[0]
-        names = ("steps", "tokens_per_step", "every", "rank", "held_out_tokens")
-        cells = [f"{one[name]:,}" for name in names]
-        cpu = sum(told["cpu_seconds"] for told in runs)
-        lines.append(f"| {title} | {' | '.join(cells)} | {one['start']:.4f} | {cpu:,} |")
+        names = ("tokens_per_step", "every", "rank", "held_out_tokens")
+        reached = min(told.get("reached", told["steps"]) for told in runs)
+        steps = f"{reached} of {one['steps']}" if reached < one["steps"] else f"{reached}"
+        cells = [steps, *(f"{one[name]:,}" for name in names)]
+        start = f"{one['start']:.4f}" if "start" in one else ""
+        cpu = f"{sum(told.get('cpu_seconds', 0) for told in runs):,}" if start else ""
+        lines.append(f"| {title} | {' | '.join(cells)} | {start} | {cpu} |")
     return "\n".join(lines) + "\n"
 
 
@@ -77,7 +80,6 @@ def write(docs: Path, studies: Mapping[str, Any]) -> None:
     Raises:
       ValueError: the page has no place for a table.
     """
-    draw(studies, docs / "smoothing.png")
     page = docs / "smoothing.md"
     text = page.read_text(encoding="utf-8")
     for name, made in (("runs", facts(studies)), ("losses", table(studies))):
@@ -85,6 +87,7 @@ def write(docs: Path, studies: Mapping[str, Any]) -> None:
         if len(place.findall(text)) != 1:
             raise ValueError(f"{page} needs one place <!-- {name} --> ... <!-- end -->")
         text = place.sub(lambda found, made=made: f"{found[1]}{made}{found[2]}", text)
+    draw(studies, docs / "smoothing.png")
     page.write_text(text, encoding="utf-8")
 
 
@@ -108,7 +111,8 @@ def draw(studies: Mapping[str, Any], path: Path) -> None:
         at.set(title=title, xlabel="step")
         at.grid(True, color="#eeeeee", linewidth=0.6)
     axes[0][0].set_ylabel("held-out loss, nats a token")
-    axes[0][0].legend(frameon=False, fontsize=8)
+    if found:
+        axes[0][0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)

@@ -14,6 +14,7 @@ import numpy as np
 from zen_jax.checkpoint.source import open_source
 from zen_jax.training import corpora, recipe, residual, smoothing_report, tasks
 from zen_jax.training.batches import Batch, held_out_windows
+from zen_jax.training.checkpoints import RunFolder
 from zen_jax.training.finetune import Batches, TrainConfig, make_loss
 from zen_jax.training.format_study import smollm2
 from zen_jax.training.format_study.study import write_json
@@ -21,8 +22,8 @@ from zen_jax.training.smoothing import SmoothingConfig, train_smoothed
 
 METHODS = ("none", "mean", "truncated-soup", "monosoup")
 VARIANT, SEEDS = "zen4-german", (1, 2, 3)
-STEPS, EVERY, RANK = 100, 10, 16
-HELD_OUT_ROWS = 32
+STEPS, EVERY, RANK = 60, 6, 16
+HELD_OUT_ROWS = 16
 SMOLLM2 = smollm2.BASE
 SMOLLM2_STEPS, SMOLLM2_EVERY, SMOLLM2_RANK = 40, 10, 32
 SMOLLM2_ROWS, SMOLLM2_LENGTH, SMOLLM2_HELD_OUT = 2, 128, 6
@@ -160,16 +161,44 @@ def run(
         subject = make()
         path = work / f"{subject.name}.json"
         identity = f"{subject.settings.identity}; {subject.smoothing}"
-        if path.exists():
-            told = json.loads(path.read_text())
-            if told["identity"] != identity:
-                raise ValueError(f"{path} is of a run with other settings; remove it")
-        else:
+        if not path.exists():
             title = f"{subject.name} ({i + 1} of {len(subjects)})"
-            told = {"identity": identity, **_measure(subject, work, title, progress)}
-            write_json(path, told)
+            measured = _measure(subject, work, title, progress)
+            write_json(path, {"identity": identity, **measured})
+        told = json.loads(path.read_text())
+        if told["identity"] != identity:
+            raise ValueError(f"{path} is of a run with other settings; remove it")
         found[subject.name] = {key: value for key, value in told.items() if key != "identity"}
     return found
+
+
+def so_far(subjects: Sequence[Callable[[], Subject]], work: Path) -> dict[str, Any]:
+    """What there is to tell of runs, also of those under way; nothing is trained."""
+    found: dict[str, Any] = {}
+    for make in subjects:
+        subject = make()
+        path = work / f"{subject.name}.json"
+        record = RunFolder(work / f"{subject.name}.run").record()
+        if path.exists():
+            told = json.loads(path.read_text())
+            found[subject.name] = {key: value for key, value in told.items() if key != "identity"}
+        elif record is not None:
+            curves = {name: shadow["curve"] for name, shadow in record["shadows"].items()}
+            found[subject.name] = _facts(subject) | {"reached": record["step"], "curves": curves}
+    return found
+
+
+def _facts(subject: Subject) -> dict[str, Any]:
+    (batch,) = subject.batches(0)
+    return {
+        "base": subject.base.name,
+        "steps": subject.settings.steps,
+        "every": subject.smoothing.every,
+        "rank": subject.smoothing.rank,
+        "floor": subject.settings.floor,
+        "tokens_per_step": int(batch.weights.size),
+        "held_out_tokens": int(sum(b.weights.size for b in subject.held_out)),
+    }
 
 
 def _measure(subject: Subject, work: Path, title: str, progress: bool) -> dict[str, Any]:
@@ -188,15 +217,8 @@ def _measure(subject: Subject, work: Path, title: str, progress: bool) -> dict[s
         title=title,
         progress=progress,
     )
-    (batch,) = subject.batches(0)
     return {
-        "base": subject.base.name,
-        "steps": subject.settings.steps,
-        "every": subject.smoothing.every,
-        "rank": subject.smoothing.rank,
-        "floor": subject.settings.floor,
-        "tokens_per_step": int(batch.weights.size),
-        "held_out_tokens": int(sum(b.weights.size for b in subject.held_out)),
+        **_facts(subject),
         "start": start,
         "curves": {name: shadow.curve for name, shadow in done.shadows.items()},
         "cpu_seconds": round(time.process_time() - began),

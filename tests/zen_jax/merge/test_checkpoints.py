@@ -116,19 +116,11 @@ def test_large_results_are_cut_and_indexed(family, tmp_path) -> None:
 
 
 def test_several_devices_give_the_same(family, tmp_path, devices) -> None:
-    for method, names in ((MonoSoup(), "a"), (TruncatedSoup(3), "ab"), (Opcm(), "ab")):
-        merge(family, tmp_path / f"{method.name}-1", method, names, dtype="F32")
-        merge(
-            family,
-            tmp_path / f"{method.name}-8",
-            method,
-            names,
-            dtype="F32",
-            devices=tuple(devices),
-        )
-        one, many = (read(tmp_path / f"{method.name}-{n}") for n in (1, 8))
-        for name, value in one.items():
-            np.testing.assert_allclose(many[name], value, atol=2e-6, err_msg=name)
+    merge(family, tmp_path / "1", Opcm(), "ab", dtype="F32")
+    merge(family, tmp_path / "3", Opcm(), "ab", dtype="F32", devices=tuple(devices[:3]))
+    one, many = (read(tmp_path / n) for n in "13")
+    for name, value in one.items():
+        np.testing.assert_allclose(many[name], value, atol=2e-6, err_msg=name)
 
 
 def test_the_report_says_what_was_kept(family, tmp_path) -> None:

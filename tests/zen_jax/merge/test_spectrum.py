@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.linalg
 
 from zen_jax.merge import spectrum as module
 from zen_jax.merge.folding import place_any
@@ -132,6 +133,23 @@ def _decaying(size: int) -> np.ndarray:
     return ((left * np.arange(1, size + 1) ** -0.5) @ right).astype(np.float32)
 
 
+def test_two_power_iterations_come_close_to_the_best() -> None:
+    """1024 x 1024 at rank 32: the error over the best there is, with 0, 2 and 4 iterations."""
+    size, rank = 1024, 32
+    values = 1 / np.arange(1, size + 1)
+    turned = scipy.linalg.hadamard(size) / 32.0
+    x = jnp.asarray((turned * values) @ turned[::-1].T, jnp.float32)
+    best = np.sqrt((values[rank:] ** 2).sum())
+    errors = []
+    for iterations in (0, 2, 4):
+        with jax.enable_x64(True):
+            found, _ = module._sketch(x, jax.random.key(0), rank, iterations)
+        errors.append(np.linalg.norm(np.asarray(found) - np.asarray(x)) / best)
+    assert errors[0] > 1.3 and errors[1] < 1.004 and errors[2] < 1.002
+    assert errors[0] > errors[1] > errors[2] > 1 - 1e-4
+    assert (module.POWER_ITERATIONS, module.OVERSAMPLING) == (2, 10)
+
+
 def test_a_sketch_is_seeded_by_the_name() -> None:
     x = place_any(_decaying(64))
     one, _, how = leading(x, 8, "a")
@@ -166,7 +184,7 @@ def test_a_zero_matrix_has_nothing_and_all_of_it() -> None:
 # ---- several devices
 
 
-@pytest.mark.parametrize("shape", [(50, 24), (24, 50), (64, 64)])
+@pytest.mark.parametrize("shape", [(50, 24), (24, 50)])
 def test_a_matrix_that_is_cut_over_devices_gives_the_same(matrix, devices, shape) -> None:
     x = matrix(10, shape).astype(np.float32)
     cut = place(x, devices)

@@ -30,6 +30,9 @@ from zen_jax.training.smoothing import (
     train_smoothed,
 )
 
+# Every run compiles the same programs anew.
+pytestmark = pytest.mark.usefixtures("compiled")
+
 SETTINGS = TrainConfig(steps=8, learning_rate=1e-2, warmup=2, checkpoint_every=3)
 SHADOWS = SmoothingConfig(("none", "mean", "truncated-soup"), every=2, rank=4)
 Tensors = dict[str, np.ndarray]
