@@ -34,6 +34,7 @@ class HttpError(Exception):
         retry_after_s: when another try makes sense, or None.
         close: whether the connection ends with the answer.
         allow: the methods that a path knows, where the method is at fault.
+        vain: whether another try of the same is of no use.
     """
 
     status: int
@@ -44,6 +45,7 @@ class HttpError(Exception):
     retry_after_s: float | None = None
     close: bool = False
     allow: str = ""
+    vain: bool = False
 
     def body(self) -> bytes:
         """The JSON that OpenAI's clients read."""
@@ -60,6 +62,8 @@ class HttpError(Exception):
         headers: list[tuple[bytes, bytes]] = []
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(1, ceil(self.retry_after_s))))
+        if self.vain:
+            headers.append((b"x-should-retry", b"false"))
         if self.close:
             headers.append((b"connection", b"close"))
         if self.allow:
@@ -83,12 +87,21 @@ _NAMES: dict[int, tuple[str, str]] = {
     code_pb2.DATA_LOSS: (_OURS, "model_damaged"),
     code_pb2.INTERNAL: (_OURS, "internal_error"),
 }
+# Asking again would end in the same way, though OpenAI's clients would by themselves.
+_VAIN = frozenset(
+    (
+        code_pb2.FAILED_PRECONDITION,
+        code_pb2.DEADLINE_EXCEEDED,
+        code_pb2.DATA_LOSS,
+        code_pb2.INTERNAL,
+    )
+)
 CANCELLED = TABLE[code_pb2.CANCELLED].http
 
 
 def _error(code: int, message: str) -> HttpError:
     kind, name = _NAMES[code]
-    return HttpError(TABLE[code].http, message, kind, name)
+    return HttpError(TABLE[code].http, message, kind, name, vain=code in _VAIN)
 
 
 def of_status(error: StatusError, param_of: Callable[[str], str] = str) -> HttpError:

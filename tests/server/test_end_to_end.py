@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc_tools
 import jax
+import openai
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.rpc import error_details_pb2, status_pb2
@@ -37,7 +38,7 @@ ENDLESS: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 def server(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Iterator[ZenServer]:
     folder = tmp_path_factory.mktemp("family")
     store = demo.convert_family(demo.FAMILY, MEMBERS, folder / "store", folder, lambda *step: None)
-    options = replace(demo.serve_options(len(MEMBERS)), inbox=INBOX)
+    options = replace(demo.serve_options(len(MEMBERS)), inbox=INBOX, http_port=0)
     with running(store, options) as server:
         yield server
 
@@ -226,6 +227,20 @@ def test_a_conversation_is_laid_out_by_the_variants_template(client):
     answer = client.generate("zen4-math", messages=turns, temperature=0)
     assert answer.text == "15+50=65"
     assert answer.completion.matched_stop_token_id == 257
+
+
+def test_openais_client_is_answered_alike(server):
+    url = f"http://{server.http.address}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["base", *sorted(MODELS[1:])]
+        turns: Any = [{"role": "user", "content": "27+38"}]
+        chat = client.chat.completions.create(model="zen4-math", messages=turns, temperature=0)
+        assert chat.choices[0].message.content == "15+50=65"
+        assert chat.choices[0].finish_reason == "stop"
+        settings: Any = {"model": "zen4-upper", "prompt": "table\n", "temperature": 0}
+        assert client.completions.create(**settings).choices[0].text == "TABLE"
+        stream = client.completions.create(**settings, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == "TABLE"
 
 
 class WireClient:

@@ -98,6 +98,7 @@ def damaged(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, body[:at] + piece + body[to:]
 
 
+@pytest.mark.timeout(1800)  # some seconds, but for a busy machine or a soak
 @pytest.mark.parametrize("kind", [requests(), damaged()], ids=["fields", "bytes"])
 def test_no_body_is_the_servers_fault_and_none_leaves_anything(post, left, pytestconfig, kind):
     seen: dict[int, int] = {}

@@ -47,6 +47,9 @@ def test_where_tokens_stand(spelling):
     assert [entry.offset for entry in prompt] == [0, 0, 0, 1, 1, 1]
     answer = track.answer(logprobs(97)) + track.answer(logprobs(*"ö".encode(), 98))
     assert [entry.offset for entry in answer] == [2, 3, 3, 4]
+    track = Track(spelling)
+    track.prompt(logprobs(0xC3), "\ufffd")  # half a character, which is shown as one
+    assert track.answer(logprobs(97))[0].offset == 1
 
 
 def test_the_token_that_ends_a_text_is_none_of_its():

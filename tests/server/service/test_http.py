@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from server.http import app
+from server.http import app, serving
 from server.http.app import Api
 from server.http.models import Models
 from server.http.serving import HttpServer
@@ -150,6 +150,8 @@ async def test_a_failure_becomes_a_status(http, worker, stream):
         assert set(answer.error) == {"message", "type", "param", "code"}
         if kind in ("exhausted", "unavailable", "timed_out"):
             assert answer.headers["retry-after"] == "3"
+        vain = kind in ("deadline", "load_failed", "does_not_fit", "corrupt", "internal")
+        assert ("x-should-retry" in answer.headers) == vain, kind
 
 
 async def test_a_failure_behind_the_first_text_is_the_streams_last_event(http, worker):
@@ -215,6 +217,7 @@ REFUSED = [
 
 
 async def test_what_is_refused_is_named(http, worker):
+    worker.script = lambda request, on_event: None
     for fields, code, param in REFUSED:
         answer = await http.ask(TEXT, text(**fields))
         assert (answer.status, answer.error["param"]) == (code, param), fields
@@ -347,7 +350,8 @@ async def test_a_reader_that_stops_reading_is_cut_off(http, worker, caplog):
     assert caplog.records == []
 
 
-async def test_an_answer_that_nobody_reads_is_dropped(http, worker, parts, caplog):
+async def test_an_answer_that_nobody_reads_is_dropped(http, worker, parts, caplog, monkeypatch):
+    monkeypatch.setattr(serving, "_watch", lambda *settings: None)  # nor does the system help
     worker.script = lambda request, on_event: on_event(
         TokenEvent(request.id, "x" * 30_000_000, (1,), parts.finish())
     )
