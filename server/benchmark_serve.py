@@ -41,6 +41,7 @@ class ServePlan:
     Attributes:
         rate: requests a second; None finds the capacity first, and takes half, all and twice of it.
         seconds: of each run.
+        warm_s: of traffic at a run's rate before it, which does not count.
         variants: how many of the store's take part; None takes all.
         zipf: the exponent of Zipf's law over them.
         base_share: of the requests that are for the base, which the others are compared with.
@@ -57,6 +58,7 @@ class ServePlan:
 
     rate: float | None = None
     seconds: float = 60.0
+    warm_s: float = 0.0
     variants: int | None = None
     zipf: float = 1.0
     base_share: float = 0.5
@@ -77,6 +79,8 @@ class ServePlan:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
+        if not 0 <= self.warm_s < float("inf"):
+            raise ValueError(f"warm_s is {self.warm_s}; expected seconds")
         if not self.zipf >= 0 or not 0 <= self.base_share <= 1:
             raise ValueError(
                 f"zipf is {self.zipf} and base_share {self.base_share}; expected at least 0, and a "
@@ -104,7 +108,8 @@ def bench_serve(
         or for the capacity; "loads" holds the same for each rate. A variant is {"variant",
         "requests", "p50_ttft_ms", "p99_ttft_ms", "p50_over_base", "p99_over_base", "p50_tpot_ms",
         "p50_itl_ms", "p99_itl_ms", "tokens_per_s"}; the base comes first, then all variants
-        together. Rates, capacity and goodput are requests a second.
+        together. Rates, capacity and goodput are requests a second; "rss_before" and "rss_after"
+        are the bytes that the server has in memory.
 
     Raises:
         ValueError: the store has too few variants, the prompts do not fit, or the server does not
@@ -141,7 +146,7 @@ async def _measure(
     longest: int,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    async with _served(path, plan, address, longest, len(traffic.models)) as where:
+    async with _served(path, plan, address, longest, len(traffic.models)) as (where, process):
         generator = Generator(where, traffic)
         try:
             for name in [*traffic.models] * _WARM:
@@ -156,7 +161,12 @@ async def _measure(
             loads = []
             for rate in rates:
                 assert rate is not None
-                loads.append(await _at(generator, rate, plan, progress))
+                if plan.warm_s > 0:
+                    await generator.open_loop(rate, plan.warm_s)
+                before = resident_bytes(process)
+                load = await _at(generator, rate, plan, progress)
+                growth = {"rss_before": before, "rss_after": resident_bytes(process)}
+                loads.append(load | growth)
         finally:
             await generator.close()
     main = loads[0] if capacity is None else loads[LOADS.index(1.0)]
@@ -178,10 +188,10 @@ async def _at(
 @asynccontextmanager
 async def _served(
     path: Path, plan: ServePlan, address: str | None, longest: int, models: int
-) -> AsyncIterator[str]:
-    """The address of a server."""
+) -> AsyncIterator[tuple[str, int | None]]:
+    """The address of a server, and its process if it is one that was started for this."""
     if address is not None:
-        yield address
+        yield address, None
         return
     command = [sys.executable, "-m", "server.cli", "serve", str(path), "--port", "0"]
     command += ["--rows", str(plan.rows), "--inbox", str(plan.waiting)]
@@ -200,7 +210,7 @@ async def _served(
                     raise ValueError(f"the server did not start; `{asked}` shows why")
                 if match := _READY.search(line):
                     break
-        yield f"{match[1]}:{match[2]}"
+        yield f"{match[1]}:{match[2]}", process.pid
     finally:
         if process.returncode is None:
             process.terminate()
@@ -209,6 +219,16 @@ async def _served(
             except TimeoutError:
                 process.kill()
                 await process.wait()
+
+
+def resident_bytes(process: int | None) -> int | None:
+    """What a process has in memory; None where that cannot be asked."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = [line.split()[1] for line in lines if line.startswith("VmRSS:")]
+    return 1024 * int(sizes[0]) if sizes else None
 
 
 def summary(run: Run, rate: float, plan: ServePlan) -> dict[str, Any]:

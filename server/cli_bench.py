@@ -16,6 +16,9 @@ def bench_serve(
         float | None, typer.Option(help="Requests a second; else 0.5, 1 and 2 times the capacity.")
     ] = None,
     seconds: Annotated[float, typer.Option(help="Of each run.")] = 60.0,
+    warm: Annotated[
+        float, typer.Option(min=0, help="Seconds of traffic before each run that do not count.")
+    ] = 0.0,
     variants: Annotated[
         int | None, typer.Option(min=1, help="How many take part; else all of the store's.")
     ] = None,
@@ -52,6 +55,7 @@ def bench_serve(
     plan = ServePlan(
         rate=rate,
         seconds=seconds,
+        warm_s=warm,
         variants=variants,
         zipf=zipf,
         base_share=base_share,

@@ -112,3 +112,17 @@ def test_a_server_under_load(tiny_store: Path):
         )
         assert answered + load["refused"] == load["requests"]
     assert figures["loads"][2]["refused"] > 0, "three at once are all that fit"
+
+
+@pytest.mark.soak
+def test_memory_does_not_grow_in_ten_minutes_of_all_that_a_server_can_do(tiny_store: Path):
+    """The server's own process, once every variant and every kind of request has been there."""
+    settings: dict[str, Any] = {"prompt_tokens": 64, "answer_tokens": 32, "rows": 4}
+    warm = ServePlan(seconds=60.0, **settings)
+    capacity = bench_serve(tiny_store, warm)["capacity"]
+    figures = bench_serve(
+        tiny_store, ServePlan(rate=capacity, seconds=600.0, warm_s=60.0, **settings)
+    )
+    (load,) = figures["loads"]
+    assert load["errors"] == {} and load["completed"] > 0
+    assert load["rss_after"] <= 1.02 * load["rss_before"], load

@@ -22,7 +22,7 @@ from zen_jax.checkpoint.store import Store
 pytestmark = pytest.mark.usefixtures("compiled")
 
 # Examples of a test, and messages of each, which run side by side.
-EXAMPLES, AT_ONCE = 100, 8
+EXAMPLES, AT_ONCE = 160, 8
 # Longer than anything that may be asked for takes here.
 DEADLINE_S = 20.0
 
