@@ -474,6 +474,7 @@ def test_an_old_version_goes_before_one_that_was_never_asked_for():
     table = Table(slots=3, policy=Policy(pinned=0))
     newer = replace(A, version=2, digest="digest-a2")
     (start,) = table("pin", D)
+    assert isinstance(start, StartLoad)
     table("fetched", D.digest, start.attempt, 100)
     table.resident(1, A)
     table.resident(2, newer)
