@@ -115,6 +115,7 @@ def merge_checkpoints(
             "seconds": round(time.perf_counter() - began, 2),
             "tensors": tensors,
         }
+        report["notes"] += _unmoved(job, tensors)
         _put(report, job, pairing, draft, journal, target)
         shutil.rmtree(work)
     return Outcome(target.out, report, target.report, resumed)
@@ -336,6 +337,16 @@ def _about(job: Job, policies: Policies, pairing: Pairing) -> dict[str, Any]:
         "models": [model.name for model in job.models],
         "notes": [*pairing.notes, *_notes(job)],
     }
+
+
+def _unmoved(job: Job, tensors: Mapping[str, TensorReport]) -> Sequence[str]:
+    """A line for each checkpoint that is the base itself."""
+    lines = []
+    for i, model in enumerate(job.models):
+        moved = [tensor["models"][i].get("delta_over_base", 1) for tensor in tensors.values()]
+        if not any(moved):
+            lines.append(f"{model.name} does not differ from the base anywhere")
+    return lines
 
 
 def _notes(job: Job) -> Sequence[str]:

@@ -146,15 +146,16 @@ def merge_arrays(method: Method, base: Any, tuned: Iterable[Any], name: str = ""
       ValueError: there is no checkpoint, one has another shape, or a value is not finite.
     """
     start = checked(base, "base")
-    fold, kept, dtype = method.fold(name), None, start.dtype
-    for i, array in enumerate(tuned):
-        end = checked(array, f"checkpoint {i}", start.shape)
+    fold, kept, dtype, count = method.fold(name), None, start.dtype, 0
+    for array in tuned:  # not enumerated: that would hold the one before
+        end = checked(array, f"checkpoint {count}", start.shape)
         dtype = np.promote_types(dtype, end.dtype)
         delta = place_any(end.astype(dtype) - start.astype(dtype))
         if method.single and hardly_moved(delta, start):
             kept = end
         else:
             fold.add(delta)
+        count += 1
         del array, end, delta  # before the next one is made
     if kept is not None:
         return kept.astype(dtype)

@@ -22,8 +22,8 @@ from zen_jax.training.smoothing import SmoothingConfig, train_smoothed
 
 METHODS = ("none", "mean", "truncated-soup", "monosoup")
 VARIANT, SEEDS = "zen4-german", (1, 2, 3)
-STEPS, EVERY, RANK = 60, 6, 16
-HELD_OUT_ROWS = 16
+STEPS, EVERY, RANK = 40, 5, 16
+ROWS, WARMUP, HELD_OUT_ROWS = 4, 5, 12
 SMOLLM2 = smollm2.BASE
 SMOLLM2_STEPS, SMOLLM2_EVERY, SMOLLM2_RANK = 40, 10, 32
 SMOLLM2_ROWS, SMOLLM2_LENGTH, SMOLLM2_HELD_OUT = 2, 128, 6
@@ -81,7 +81,9 @@ def family_subject(
     words, unseen = tasks.split_words(corpora.load_words(texts))
     text = None if variant.corpus is None else corpora.load(variant.corpus, texts)
     settings = dataclasses.replace(recipe.variant_settings(variant), floor=floor)
-    settings = dataclasses.replace(settings, steps=steps or settings.steps, checkpoint_every=EVERY)
+    settings = dataclasses.replace(
+        settings, steps=steps or settings.steps, checkpoint_every=2 * EVERY
+    )
     held_out = recipe.variant_held_out(variant, unseen, text)
     if text is not None:
         windows = held_out_windows(text, HELD_OUT_ROWS, variant.length, recipe.SEED)
@@ -140,9 +142,21 @@ def subjects(
         return [lambda: smollm2_subject(base, work, texts)]
 
     def make(seed: int, label: str, floor: float) -> Callable[[], Subject]:
-        return lambda: family_subject(family, texts, VARIANT, seed, STEPS, floor, f"{label}-")
+        return lambda: _short(
+            family_subject(family, texts, VARIANT, seed, STEPS, floor, f"{label}-")
+        )
 
     return [make(seed, label, floor) for label, floor in SCHEDULES for seed in SEEDS]
+
+
+def _short(subject: Subject) -> Subject:
+    """A subject with fewer rows a step and a shorter warm-up than the recipe's."""
+
+    def batches(step: int) -> tuple[Batch, ...]:
+        return tuple(Batch(b.tokens[:ROWS], b.weights[:ROWS]) for b in subject.batches(step))
+
+    settings = dataclasses.replace(subject.settings, warmup=WARMUP)
+    return dataclasses.replace(subject, batches=batches, settings=settings)
 
 
 def run(

@@ -328,6 +328,14 @@ def test_a_checkpoint_given_twice_is_refused(family, tmp_path) -> None:
         merge_checkpoints(job, Policies(), Target(tmp_path / "out"))
 
 
+def test_a_checkpoint_that_is_the_base_is_told(family, tmp_path) -> None:
+    shutil.copytree(family / "base", tmp_path / "copy")
+    models = (open_member(str(tmp_path / "copy")), open_member(str(family / "a")))
+    job = Job(open_member(str(family / "base")), models, Mean())
+    out = merge_checkpoints(job, Policies(), Target(tmp_path / "out"))
+    assert out.report["notes"] == ["copy does not differ from the base anywhere"]
+
+
 def test_methods_say_how_many_they_take(family, tmp_path) -> None:
     with pytest.raises(ValueError, match="cleans one checkpoint; 2 were given"):
         merge(family, tmp_path / "out", MonoSoup(), "ab")

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zen_jax.merge.folding import Mean, merge_arrays
 from zen_jax.merge.monosoup import monosoup, split_values, truncated_soup
 
 SHAPES = st.sampled_from([(6, 4), (4, 6), (5, 5)])
@@ -141,6 +142,7 @@ def test_a_full_rank_is_the_plain_mean(matrix, seed, shape, count, more) -> None
     base, tuned = _several(matrix, seed, shape, count)
     found = truncated_soup(base, tuned, min(shape) + more)
     close(found, np.mean(tuned, axis=0))
+    assert (found == merge_arrays(Mean(), base, tuned)).all(), "not a bit is rounded by an SVD"
 
 
 @given(SEEDS, SHAPES, st.integers(1, 4))

@@ -82,6 +82,26 @@ def test_as_the_authors_do_where_full_bases_are_unique(matrix, seed, split, alph
     np.testing.assert_allclose(cleaned(previous, new, Opcm(alpha, split)), expected, atol=1e-7)
 
 
+@given(SEEDS, st.sampled_from(["code", "doc"]))
+def test_four_in_turn_are_as_in_the_authors_loop(matrix, seed, split) -> None:
+    """merged_t = (lambda_t-1 merged_t-1 + cleaned) / lambda_t, from the paper."""
+    deltas = [matrix(seed + i, (5, 5)) for i in range(4)]
+    merged, factor = deltas[0], 1.0
+    for i, new in enumerate(deltas[1:], 2):
+        raw = factor * merged + reference(merged, new, 0.5, split)
+        length = np.mean([np.linalg.norm(d) for d in deltas[:i]])
+        factor = np.linalg.norm(raw) / length
+        merged = raw / factor
+    np.testing.assert_allclose(opcm(np.zeros((5, 5)), deltas, 0.5, split), merged, atol=1e-6)
+
+
+def test_rounding_is_no_direction(matrix) -> None:
+    """In float32 a matrix of rank 2 has other singular values too, of the size of its rounding."""
+    previous = matrix(1, (6, 5), rank=2).astype(np.float32)
+    _, figures = step(begin(place_any(previous)), place_any(previous), Opcm())
+    assert figures["rank"] == 2
+
+
 # ---- invariants
 
 
