@@ -25,8 +25,8 @@ from zen_jax.delta.widen import HeldShape
 from zen_jax.layout import EMBED, HEAD, ParamSpec, map_specs, param_specs, tensor_shapes
 from zen_jax.sharding import MODEL, Placement
 
-# Arrays that are put in one call: about a millisecond's work.
-_AT_ONCE = 32
+# Arrays that are put in one call: about two milliseconds' work.
+_AT_ONCE = 64
 # A weight's sources, and the place that it is of; None: all.
 Key = tuple[tuple[str, ...], int | None]
 

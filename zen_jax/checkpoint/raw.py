@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import resource
 import stat
 import threading
 from collections import deque
@@ -30,8 +31,9 @@ from zen_jax.host_memory import adjacent, concatenate
 # processors wait for one another.
 READERS = min(16, os.cpu_count() or 1)
 # What is no larger is read by one thread: several wait for one another's interpreter longer than
-# for the disk, of which so many are asked for ahead.
-_SMALL, _AHEAD = 256 * 2**10, 64
+# for the disk. All are asked for ahead, as far as the process may hold them open.
+_SMALL = 256 * 2**10
+_AHEAD = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
 @dataclasses.dataclass(frozen=True)
