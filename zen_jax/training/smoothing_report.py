@@ -48,7 +48,8 @@ def table(studies: Mapping[str, Any]) -> str:
             up = [rises(curve) for curve in curves]
             label = f"{title}, {len(runs)}" if method == "none" else ""
             name = "nothing (raw)" if method == "none" else method
-            cells = (_spread(last, 4), _spread(best, 4), _spread(rough, 5), f"{np.mean(up):.1f}")
+            bends = _spread(rough, 5) if min(map(len, curves)) > 2 else ""
+            cells = (_spread(last, 4), _spread(best, 4), bends, f"{np.mean(up):.1f}")
             lines.append(f"| {label} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
