@@ -10,7 +10,7 @@ JOBS  ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check pytest soak format protos lock family family-full models format-study \
-        format-study-smollm2 gpu-check gpu-check-engine kernels kv-bench peers clean
+        format-study-smollm2 gpu-check gpu-check-engine kernels kv-bench peers audit clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,10 @@ gpu-check-engine:  ## Time the engine on a Hopper card with a random 8B base and
 
 kernels: $(AOT_STAMP)  ## Compile every kernel for an H100 and write docs/kernels.md
 	JAX_PLATFORMS=cpu PYTHONPATH=. $(AOT)/bin/python -m pallas_kernels.aot.table docs/kernels.md
+
+audit: $(STAMP)  ## Look the pinned packages up in the database of known vulnerabilities (needs the network)
+	$(VENV)/bin/pip install -q "pip-audit>=2.9"
+	$(VENV)/bin/pip-audit --strict --no-deps -r constraints.txt
 
 format: $(STAMP)  ## Sort imports and format the sources
 	$(VENV)/bin/ruff check --fix-only .
