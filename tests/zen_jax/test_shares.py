@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -289,6 +290,17 @@ def test_the_tokens_of_one_device(make_store: Any, devices: Any, compiled: Path)
             tokens.append(int(np.asarray(sampled.token)[0, 0]))
         answers.append(tokens)
     assert answers[0] == answers[1] and len(set(answers[0])) > 1
+
+
+@pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 3, 9, 1024])
+def test_however_many_files_a_process_may_hold_open(
+    make_store: Any, devices: Any, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    store = make_store(PLACES)
+    loading, held = stage(store), len(os.listdir("/proc/self/fd"))
+    assert_the_same(loading, store, loading.verify(loading.read(store.variant("one"))))
+    assert len(os.listdir("/proc/self/fd")) == held
 
 
 def test_beside_requests_a_load_works_a_tenth_of_the_time_and_rests_no_longer_than_it_may(

@@ -33,7 +33,7 @@ READERS = min(16, os.cpu_count() or 1)
 # What is no larger is read by one thread: several wait for one another's interpreter longer than
 # for the disk. All are asked for ahead, as far as the process may hold them open.
 _SMALL = 256 * 2**10
-_AHEAD = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+_AHEAD = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,13 +232,16 @@ def _read_many(
     """Reads small files on this thread, which is done sooner than they are handed to others; the
     system reads ahead meanwhile."""
     sizes, opened, file = raw.manifest.files, deque[int](), ""
+    limit, ahead = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _AHEAD
+    if limit != resource.RLIM_INFINITY:
+        ahead = min(ahead, limit // 4)
     try:
-        for i in range(len(files) + _AHEAD):
+        for i in range(len(files) + ahead):
             if i < len(files):
                 file = files[i]
                 opened.append(read_ahead(root + file, sizes[file].size))
-            if i >= _AHEAD:
-                file = files[i - _AHEAD]
+            if i >= ahead:
+                file = files[i - ahead]
                 size, into = sizes[file].size, raw.stored.get(file)
                 raw.digests[file] = read_small(opened.popleft(), size, into)
                 hear(raw, file)
