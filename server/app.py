@@ -181,7 +181,10 @@ class ZenServer:
         self.engine, self.worker = engine, worker
         self._variants.attach(worker)
         limits = Limits(
-            engine.sizes.max_length, engine.config.vocab_size, vocabularies_of(self.store)
+            engine.sizes.max_length,
+            engine.config.vocab_size,
+            vocabularies_of(self.store),
+            self._options.inbox_limits().samples,
         )
         self._generate.accept(worker, limits)
         await self._health.ready()

@@ -9,8 +9,12 @@ import typer
 from server import console
 from server.auth import Right, new_token, read_raw, revoke_token
 from server.cli_types import AsJson
+from server.router import can_be_name
 
 token = typer.Typer(help="Make, list and revoke the tokens of a server.", no_args_is_help=True)
+
+# A hundred years.
+_MOST_DAYS = 36_500.0
 
 TokenFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="The file that `zen serve --tokens` reads.")
@@ -20,20 +24,27 @@ TokenFile = Annotated[
 @token.command("new", epilog="Example: zen token new tokens.json --tenant acme --model zen4-math")
 def new(
     file: TokenFile,
-    tenant: Annotated[str, typer.Option(help="Whose it is.")] = "",
+    tenant: Annotated[str, typer.Option(help="Whose it is: tenants share no pages and no quota.")],
     model: Annotated[
         list[str] | None, typer.Option(help="What it may ask for, or base; else all. Repeatable.")
     ] = None,
     right: Annotated[
         list[Right] | None, typer.Option(help="What it may do; else generate and list.")
     ] = None,
-    days: Annotated[float | None, typer.Option(min=0, help="Until it expires; else never.")] = None,
+    days: Annotated[
+        float | None, typer.Option(min=0, max=_MOST_DAYS, help="Until it expires; else never.")
+    ] = None,
     most_requests: Annotated[int | None, typer.Option(min=1, help="At a time.")] = None,
     tokens_per_minute: Annotated[
         int | None, typer.Option(min=1, help="Of prompts and answers.")
     ] = None,
 ) -> None:
     """Add a token and print it: it is shown this once, the file holds its hash alone."""
+    if not tenant:
+        raise ValueError("--tenant is empty; give the name of whoever has the token")
+    wrong = [name for name in model or () if not can_be_name(name)]
+    if wrong:
+        raise ValueError(f"--model is {wrong[0]!r}; no model can be called so")
     rights = right or [Right.generate, Right.list]
     made = new_token(
         file,

@@ -103,6 +103,8 @@ class Health:
         }
         for name, state in serving.items():
             if self._told.get(name) != words[state]:
+                if state is False and name.startswith(VARIANT_PREFIX):
+                    _log.warning("%s cannot be served; `zen verify` may say why", name)
                 self._told[name] = words[state]
                 await self.servicer.set(name, words[state])
 

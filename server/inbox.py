@@ -42,6 +42,11 @@ class InboxLimits:
             if not value >= 1:
                 raise ValueError(f"the inbox's limit of {name} is {value}, expected at least 1")
 
+    @property
+    def samples(self) -> float:
+        """Requests for one model that may wait together."""
+        return min(self.requests, self.per_model)
+
 
 @dataclass(frozen=True, slots=True)
 class Queue:

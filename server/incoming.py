@@ -5,6 +5,7 @@ Nothing here looks anything up; what a name means, `server.service` asks the rou
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from server import status
@@ -33,17 +34,19 @@ class Limits:
         max_length: positions of a row; prompt and answer share them.
         vocab_size: token ids of every model lie below it.
         own_vocab: how many tokens a variant has, the base for None; else all have vocab_size.
+        samples: of one request; more could never wait together.
     """
 
     max_length: int
     vocab_size: int
     own_vocab: Callable[[Variant | None], int] | None = None
+    samples: float = inf
 
     def of(self, variant: Variant | None) -> "Limits":
         """The limits of one variant, or of the base."""
         if self.own_vocab is None:
             return self
-        return Limits(self.max_length, self.own_vocab(variant))
+        return replace(self, vocab_size=self.own_vocab(variant), own_vocab=None)
 
 
 def check(message: pb.GenerateRequest, limits: Limits) -> Iterator[Violation]:
@@ -58,6 +61,10 @@ def check(message: pb.GenerateRequest, limits: Limits) -> Iterator[Violation]:
         yield Violation(
             "priority",
             f"is {message.priority}; expected {-MOST_PRIORITY} to {MOST_PRIORITY}",
+        )
+    if message.sampling.n > limits.samples:
+        yield Violation(
+            "sampling.n", f"is {message.sampling.n}; this server takes {limits.samples} at a time"
         )
     for error in sampling_params(message.sampling).problems(limits.vocab_size):
         yield Violation(f"sampling.{error.field}", str(error).removeprefix(f"{error.field} "))

@@ -39,4 +39,6 @@ def access(
             token = token_file.read_text().strip()
         except (OSError, UnicodeDecodeError):
             raise ValueError(f"the token in {token_file} cannot be read") from None
+        if not token:
+            raise ValueError(f"{token_file} holds no token; expected one line from `zen token new`")
     return Access(token, roots, certificate, key)

@@ -87,7 +87,7 @@ class ServeOptions:
                 raise ValueError(f"{name} is {value}; expected 0 to 65535")
         if self.host_bytes is not None and self.host_bytes < 0:
             raise ValueError(f"host_bytes is {self.host_bytes}; expected at least 0")
-        if not self.hang_s > 0:
+        if not 0 < self.hang_s < inf:
             raise ValueError(f"hang_s is {self.hang_s}; expected seconds, more than 0")
         for name in ("drain_s", "write_timeout_s"):
             if not 0 <= getattr(self, name) < float("inf"):

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from types import MappingProxyType
 from typing import Protocol
 
@@ -51,6 +52,9 @@ _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 # Longer than any pause of a reader that still wants its answer, in seconds.
 DEFAULT_WRITE_TIMEOUT_S = 10.0
+
+# Calls that one may have under way where nothing bounds them.
+_MOST_AT_ONCE = 1 << 20
 
 # Requests whose text is tokenized at a time. More would take the processor from the worker.
 _PREPARERS = 2
@@ -126,6 +130,15 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
     def in_flight(self) -> int:
         """Calls that were accepted and have not ended."""
         return self._in_flight
+
+    def at_once(self, samples: int) -> int:
+        """How many calls of so many samples the caller may have under way together, at least 1."""
+        own, most = caller().most_requests, [_MOST_AT_ONCE]
+        if self._engine is not None and self._engine.limits.samples < inf:
+            most.append(int(self._engine.limits.samples) // max(1, samples))
+        if own is not None:
+            most.append(own)
+        return max(1, min(most))
 
     async def idle(self, timeout_s: float) -> bool:
         """Waits until no call is in flight; returns whether that came within the time."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import stamina.instrumentation
 from google.protobuf.json_format import MessageToDict
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -24,6 +25,7 @@ def generate(
 ) -> None:
     """Prints an answer as it comes, and below it how it ended; of several samples each when all
     have ended."""
+    stamina.instrumentation.set_on_retry_hooks([])  # how often it asked is nothing to show
     text: str | None = prompt
     if chat:
         options["messages"] = [{"role": "user", "content": prompt}]

@@ -92,7 +92,8 @@ class Answer:
             else:
                 pieces.setdefault(piece.index, []).append(piece)
 
-        turns = asyncio.Semaphore(_AT_ONCE)
+        samples = self._call.requests[0].sampling.n
+        turns = asyncio.Semaphore(min(_AT_ONCE, service.at_once(samples)))
         loop = asyncio.get_running_loop()
 
         async def ask(prompt: int, request: pb.GenerateRequest) -> None:

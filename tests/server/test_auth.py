@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server import auth
+from server import auth, cli
 from server.auth import (
     Identity,
     NotAuthenticated,
@@ -210,3 +210,35 @@ def test_what_a_failed_answer_did_not_use_comes_back(clock: Clock):
         raise KeyError
     with quotas.spending(acme, 400, 93, lambda: 0):
         pass
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (("--tenant", ""), "--tenant is empty"),
+        (("--tenant", "x", "--days", "inf"), "--days"),
+        (("--tenant", "x", "--days", "1e300"), "--days"),
+        (("--tenant", "x", "--model", "../x"), "no model can be called so"),
+        (("--tenant", "a/b"), "tenant is missing or wrong"),
+        ((), "--tenant"),
+    ],
+)
+def test_a_token_that_cannot_be_is_one_line(
+    file: Path, options: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.run(["token", "new", str(file), *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and says in err
+    assert not file.exists()
+
+
+def test_tokens_by_command(file: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["token", "new", str(file), "--tenant", "acme", "--model", "base"]) == 0
+    token = capsys.readouterr().out.strip()
+    assert Tokens(file).identify(token).tenant == "acme"
+    assert cli.run(["token", "ls", str(file)]) == 0
+    listed = capsys.readouterr().out
+    assert "acme" in listed and "base" in listed and token.split("_", 2)[2] not in listed
+    assert cli.run(["token", "revoke", str(file), token.split("_")[1]]) == 0
+    with pytest.raises(NotAuthenticated):
+        Tokens(file).identify(token)

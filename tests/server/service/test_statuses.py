@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any, get_args
 
 import grpc
@@ -265,3 +266,12 @@ def test_the_page_holds_the_table():
     assert with_table(page) == page
     with pytest.raises(ValueError, match="expected 2"):
         with_table("no place")
+
+
+async def test_more_samples_than_may_ever_wait_are_refused_for_good(served, worker, parts, ask):
+    served.service.accept(worker, replace(parts.limits, samples=3))
+    code, text, _ = await served.refused(ask(n=4))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "this server takes 3 at a time" in text and worker.requests == []
+    assert (served.service.at_once(1), served.service.at_once(2)) == (3, 1)
+    assert await served.generate(ask(n=3))
