@@ -25,7 +25,14 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 # One slot less than there are variants.
 OPTIONS = ServeOptions(
-    port=0, rows=2, slots=2, max_length=64, inbox=4, drain_s=20, write_timeout_s=1
+    port=0,
+    rows=2,
+    slots=2,
+    max_length=64,
+    inbox=4,
+    drain_s=20,
+    write_timeout_s=1,
+    operators=True,
 )
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

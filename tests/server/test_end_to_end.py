@@ -38,7 +38,7 @@ ENDLESS: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 def server(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Iterator[ZenServer]:
     folder = tmp_path_factory.mktemp("family")
     store = demo.convert_family(demo.FAMILY, MEMBERS, folder / "store", folder, lambda *step: None)
-    options = replace(demo.serve_options(len(MEMBERS)), inbox=INBOX, http_port=0)
+    options = replace(demo.serve_options(len(MEMBERS)), inbox=INBOX, http_port=0, operators=True)
     with running(store, options) as server:
         yield server
 

@@ -83,9 +83,9 @@ async def test_an_abort_leaves_nothing_wherever_the_request_was(server, client):
     streams = [*crowd, *with_slot, *without_slot]
     asking = [asyncio.ensure_future(started(stream)) for stream in streams]
     await until(lambda: server.worker.snapshot().waiting >= CROWD // 2)
+    await until(lambda: server.worker.snapshot().rows_in_use == ROWS)
     at_once = client.stream("base", "ab\n", **LONG)
     at_once.cancel()
-    assert server.worker.snapshot().rows_in_use == ROWS
     for stream in reversed(streams):
         stream.cancel()
     ends = await asyncio.gather(*asking, return_exceptions=True)
