@@ -21,12 +21,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from server import rights
 from server.app import ZenServer
-from server.auth import Right, new_token
+from server.auth import Right, Tokens, new_token
 from server.client import AsyncZenClient, ZenError
 from server.client_access import Access
 from server.client_retries import Retries
 from server.http.app import RIGHTS
 from server.serve_options import ServeOptions
+from server.status import StatusError
 from server.tls import TlsFileError, TlsFiles
 from zen.v1 import generate_pb2, variants_pb2
 from zen_jax.checkpoint.store import Store
@@ -78,6 +79,16 @@ def test_every_method_has_its_right_and_none_is_forgotten():
     assert public == {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
     operated = {m.rsplit("/")[-1] for m, r in rights.METHODS.items() if r is Right.operate}
     assert operated == {"LoadVariant", "UnloadVariant", "PinVariant"}
+
+
+def test_a_method_that_nobody_thought_of_is_nobodys(tokens):
+    metadata = Access(tokens(rights=list(Right))).metadata
+    for gate, given in (
+        (rights.Gate(None, operators=True), ()),
+        (rights.Gate(Tokens(tokens.file), operators=False), metadata),
+    ):
+        with pytest.raises(StatusError, match="this asks for the right none"):
+            gate.call("/zen.v1.VariantService/Forgotten", given)
 
 
 async def outcome(channel: grpc.aio.Channel, method: str, token: str | None) -> grpc.StatusCode:
