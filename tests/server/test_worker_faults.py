@@ -89,7 +89,8 @@ def test_a_hanging_engine_is_given_up_and_everyone_answered(
     assert not world.worker.alive
     with pytest.raises(Draining):
         world.submit(make_request())
-    # Should it come back after all, nobody hears of it and nothing is logged as a fault.
+    # Should it come back after all, and break, nobody hears of it and no fault is logged.
+    world.engine.broken.add(hanging)
     release.set()
     assert world.worker.stop()
     assert "error" not in caplog.text
