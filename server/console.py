@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -50,6 +51,21 @@ def note(text: str) -> None:
 def print_json(value: Any) -> None:
     """Prints figures for programs."""
     print(json.dumps(value, indent=2, ensure_ascii=False), flush=True)
+
+
+def measured[T](out: Path | None, measure: Callable[[Report], T]) -> T:
+    """Figures, made under a bar and written to a file that was tried before minutes are spent.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    if out is not None:
+        out.touch()
+    with progress_bar("bench") as report:
+        figures = measure(report)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=2) + "\n")
+    return figures
 
 
 @contextmanager

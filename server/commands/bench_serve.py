@@ -1,6 +1,5 @@
 """`zen bench serve`: a server under load, as tables, as JSON and as a picture."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,8 @@ def run(store: Path, plan: ServePlan, address: str | None, out: Path | None) -> 
       ValueError: as `bench_serve`.
       OSError: the file cannot be written.
     """
-    if out is not None:
-        out.touch()  # before minutes are spent
-    with console.progress_bar("bench") as report:
-        figures = bench_serve(store, plan, address, report)
+    figures = console.measured(out, lambda report: bench_serve(store, plan, address, report))
     _print(figures, plan)
-    if out is not None:
-        out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def _print(figures: dict[str, Any], plan: ServePlan) -> None:

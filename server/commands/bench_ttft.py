@@ -1,6 +1,5 @@
 """`zen bench ttft`: the time to the first token, by model, as a table and as JSON."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,8 @@ def run(store: Path, models: list[str], plan: TtftPlan, out: Path | None) -> Non
       ValueError: there is no store or no such variant, or the prompts do not fit the model.
       OSError: the file cannot be written.
     """
-    if out is not None:
-        out.touch()  # before minutes are spent
-    with console.progress_bar("bench") as report:
-        figures = bench_ttft(store, models, plan, report)
+    figures = console.measured(out, lambda report: bench_ttft(store, models, plan, report))
     _print(figures, plan)
-    if out is not None:
-        out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def _print(figures: dict[str, Any], plan: TtftPlan) -> None:
