@@ -166,7 +166,7 @@ async def watch(
     dog = Watchdog(hang_s)
     at = looked_at = clock()
     while worker.alive:
-        await asyncio.sleep(_HEARTBEAT_S)
+        await asyncio.sleep(_HEARTBEAT_S)  # who hangs tells nobody: it has to be looked at
         now = clock()
         if dog.beat(worker.pulse, now - at):
             _log.error("the engine has not answered for %g s and is given up", hang_s)

@@ -161,11 +161,11 @@ class Generator:
         due = start + self._rng.exponential(1 / rate)
         while due < start + seconds:
             request = next(self._requests)
-            await asyncio.sleep(max(0.0, due - clock()))
+            await asyncio.sleep(max(0.0, due - clock()))  # until its time, by the plan
             tasks.append(asyncio.create_task(self._ask(request, due)))
             told(len(tasks))
             due += self._rng.exponential(1 / rate)
-        await asyncio.sleep(max(0.0, start + seconds - clock()))
+        await asyncio.sleep(max(0.0, start + seconds - clock()))  # to the end of the run
         outcomes = list(await asyncio.gather(*tasks))
         return Run(outcomes, seconds, (cpu() - cpu_start) / (clock() - start))
 

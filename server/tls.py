@@ -128,7 +128,7 @@ async def follow(context: ssl.SSLContext, files: TlsFiles) -> None:
     """Loads the files into a context whenever they change; never ends by itself."""
     watched = Watched(files)
     while True:
-        await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_LOOK_EVERY_S)  # files tell nobody that they have changed
         if watched.changed():
             try:
                 files.read()  # before the context has half of them

@@ -158,7 +158,7 @@ class Answer:
         for index in sorted(pieces):
             whole = self._shape.choice(_joined(pieces.pop(index)), self._logprobs)
             choices.append((b"," if choices else b"") + encoded(whole))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # lets others have the loop between two of them
         head = encoded(self._about).removesuffix(b"}") + b',"choices":['
         usage = b'],"usage":' + encoded(usage_of(self._counts)) + b"}"
         await reply.json(head, *choices, usage)

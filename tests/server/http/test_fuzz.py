@@ -125,4 +125,4 @@ def test_no_body_is_the_servers_fault_and_none_leaves_anything(post, left, pytes
     end = time.monotonic() + 10
     while any(left()):
         assert time.monotonic() < end, left()
-        time.sleep(0.01)
+        time.sleep(0.01)  # a poll with an end: a snapshot tells nobody of its change

@@ -69,7 +69,7 @@ async def test_the_whole_life(server):
         chunks = aiter(stream)
         await anext(chunks)
         stopping = asyncio.create_task(server.stop())
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # lets the stop begin
         with pytest.raises(openai.InternalServerError, match="the server is stopping"):
             await client.completions.create(model="base", prompt="Hi")
         assert (await get(server, "/ready"))[0] == 503

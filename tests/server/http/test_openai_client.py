@@ -31,7 +31,7 @@ def until(condition):
     end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.001)
+        time.sleep(0.001)  # a poll with an end: a snapshot tells nobody of its change
 
 
 def test_models(client):

@@ -170,4 +170,4 @@ def test_a_client_that_leaves_behind_its_body(connect, left):
     end = time.monotonic() + 10
     while any(left()):
         assert time.monotonic() < end
-        time.sleep(0.001)
+        time.sleep(0.001)  # a poll with an end: a snapshot tells nobody of its change
