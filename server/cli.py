@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from server import cli_bench, cli_cache, cli_merge, cli_serve, cli_token, console
+from server import cli_bench, cli_cache, cli_merge, cli_plan, cli_serve, cli_token, console
 from server import reach_options as reach
 from server import sampling_options as choice
 from server.cli_types import Address, AsJson, Products, StorePath
@@ -161,6 +161,7 @@ def generate(
 
 
 app.command("serve", epilog=cli_serve.EXAMPLE)(cli_serve.serve)
+app.command("plan", epilog=cli_plan.EXAMPLE)(cli_plan.plan)
 
 
 @app.command(epilog="Example: zen client zen4-coder 'def ' --max-tokens 64 --temperature 0")

@@ -1,0 +1,67 @@
+"""`zen plan`: what can be chosen."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLE = "Example: zen plan --model llama-3.1-70b --variants 14 --chips 8xH100 --json plan.json"
+
+
+class BaseDtype(StrEnum):
+    """What the base's weights are kept as."""
+
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+    fp8 = "fp8"
+
+
+class KvDtype(StrEnum):
+    """What keys and values are kept as."""
+
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+    float8 = "float8_e4m3fn"
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option(help="A folder with config.json, such a file, or a well-known name.")
+    ] = "llama-3.1-70b",
+    variants: Annotated[int, typer.Option(min=0, help="Resident at once.")] = 14,
+    chips: Annotated[
+        str, typer.Option(metavar="NxCARD", help="1 to 16 of H100, H200, A100 or L40S.")
+    ] = "8xH100",
+    rows: Annotated[int, typer.Option(min=1, help="Requests that decode at once.")] = 64,
+    context: Annotated[int, typer.Option(min=2, help="The most tokens of a request.")] = 8192,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens before a first token.")] = 512,
+    base_dtype: Annotated[BaseDtype, typer.Option(help="Of the base's weights.")] = (
+        BaseDtype.bfloat16
+    ),
+    kv_dtype: Annotated[KvDtype, typer.Option(help="Of keys and values.")] = KvDtype.bfloat16,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Figures, and a picture beside.")
+    ] = None,
+) -> None:
+    """Will it fit, and how fast could it be; status 1 when it does not fit."""
+    from server.commands import plan as command
+    from zen_jax.plan.chips import parse_chips
+    from zen_jax.plan.models import read_model
+    from zen_jax.plan.report import Request
+
+    chip, count = parse_chips(chips)
+    request = Request(
+        config=read_model(model),
+        name=model,
+        chip=chip,
+        count=count,
+        variants=variants,
+        rows=rows,
+        context=context,
+        prompt=prompt,
+        base_dtype=base_dtype.value,
+        kv_dtype=kv_dtype.value,
+    )
+    if not command.run(request, out):
+        raise typer.Exit(1)

@@ -1,0 +1,134 @@
+"""`zen plan`: bytes, collectives and predicted times of a family on some cards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from server import console
+from zen_jax.plan.report import Request, make_plan, most_variants
+
+_HELD = {
+    "weights": "base",
+    "bank": "bank of variants",
+    "kv": "keys and values",
+    "state": "rows' settings",
+    "temp": "temporaries",
+}
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red")
+
+
+def run(request: Request, out: Path | None) -> bool:
+    """Prints a plan, and writes its figures and a picture; returns whether it fits.
+
+    Raises:
+      ValueError: something cannot be planned for, or the picture needs matplotlib.
+      OSError: a file cannot be written.
+    """
+    if out is not None:
+        out.touch()
+    figures = make_plan(request)
+    _print(request, figures)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=2) + "\n")
+        draw(figures, out.with_suffix(".png"))
+    return figures["per_device"]["headroom"] >= 0
+
+
+def _print(request: Request, figures: dict[str, Any]) -> None:
+    held, show = figures["per_device"], console.stdout().print
+    console.say(
+        f"{figures['model']} ({figures['parameters']:,} parameters), {figures['variants']} "
+        f"variants, {figures['rows']} rows of {figures['context']} tokens on {figures['chips']}"
+    )
+    table = Table("on each card", "bytes", box=SIMPLE_HEAD, pad_edge=False)
+    table.columns[1].justify = "right"
+    for name, what in _HELD.items():
+        table.add_row(what, f"{held[name]:,}")
+    table.add_row("at most", f"{held['peak']:,}")
+    table.add_row(f"left of {held['memory']:,}", f"{held['headroom']:,}")
+    show(table)
+    _print_times(figures)
+    sent = figures["collectives"]
+    console.say(
+        f"A decode step has {sent['all_reduce']} sums over the cards, "
+        f"{sent['all_reduce_bytes']:,} bytes, and brings logits together "
+        f"{sent['all_gather']} times, {sent['all_gather_bytes']:,} bytes."
+    )
+    console.say(
+        f"Base and variants take {figures['total_bytes']:,} bytes on all cards; "
+        f"{figures['variants']} full copies take {figures['full_copies_bytes']:,}, on "
+        f"{figures['full_copies_chips']} cards where each has {request.count}."
+    )
+    if held["headroom"] < 0:
+        most = most_variants(request)
+        instead = "not even the base fits" if most < 0 else f"{most} variants would fit"
+        console.say(
+            f"It does not fit: {-held['headroom']:,} bytes short on each card; {instead} with "
+            f"{figures['rows']} rows of {figures['context']} tokens."
+        )
+    else:
+        console.say(
+            f"It fits. Without a bound on rows there is room for {held['kv_tokens']:,} tokens."
+        )
+    for line in figures["assumptions"]:
+        console.say(f"- {line}")
+
+
+def _print_times(figures: dict[str, Any]) -> None:
+    head = ("predicted", "ms", "over base", "products", "attention", "sums", "small kernels")
+    table = Table(*head, box=SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    first = f"first token of {figures['prompt']}"
+    for kind, what in (("ttft", first), ("tpot", "next token")):
+        times, parts = figures[f"{kind}_ms"], figures[f"{kind}_parts"]
+        for name, ms in times.items():
+            spent = (f"{parts[name][f'{part}_ms']:.2f}" for part in _PARTS)
+            over = f"{ms / times['base']:.3f}"
+            table.add_row(f"{what}, {name.replace('_', ' ')}", f"{ms:.2f}", over, *spent)
+    console.stdout().print(table)
+
+
+_PARTS = ("products", "attention", "reduces", "small")
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """A picture of what each card holds.
+
+    Raises:
+      ValueError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("the picture needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    held = figures["per_device"]
+    count = int(figures["chips"].split("x")[0])
+    plot, axes = pyplot.subplots(figsize=(8, 1.2 + 0.32 * count), layout="constrained")
+    cards = [f"card {i}" for i in range(count)]
+    left = 0.0
+    for (name, what), colour in zip(_HELD.items(), _COLOURS, strict=True):
+        size = held[name] / 1e9
+        axes.barh(cards, size, left=left, color=colour, label=f"{what}, {size:.2f}")
+        left += size
+    limit = held["memory"] / 1e9
+    axes.axvline(limit, color="black", label=f"the card's memory, {limit:.2f}")
+    axes.axvline(
+        limit - held["reserve"] / 1e9, color="grey", linestyle="--", label="without reserve"
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("GB (1e9 bytes) on each card")
+    axes.set_title(
+        f"{figures['model']}, {figures['variants']} variants, {figures['rows']} rows of "
+        f"{figures['context']} tokens on {figures['chips']}",
+        fontsize=10,
+    )
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    plot.savefig(path, dpi=110)
+    pyplot.close(plot)

@@ -1,0 +1,65 @@
+"""`zen plan` as it is typed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from server import cli
+
+CONFIG = Path(__file__).parents[1] / "golden/qwen2_bias"
+
+
+def test_figures_a_picture_and_words(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "plan.json"
+    assert cli.run(["plan", "--json", str(out)]) == 0
+    figures = json.loads(out.read_text())
+    assert {"weights", "bank", "kv", "temp", "peak"} <= set(figures["per_device"])
+    assert {"total_bytes", "collectives", "ttft_ms", "tpot_ms", "compile_s"} <= set(figures)
+    assert figures["per_device"]["weights"] == 17_640_734_720
+    assert "predictions" in figures["assumptions"][0]
+    picture = out.with_suffix(".png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+    said = capsys.readouterr().out
+    assert "It fits." in said and f"{figures['per_device']['peak']:,}" in said
+
+
+def test_what_does_not_fit_says_what_would(capsys) -> None:
+    assert cli.run(["plan", "--chips", "4xH100", "--variants", "30"]) == 1
+    said = capsys.readouterr().out
+    assert "It does not fit" in said and "variants would fit" in said
+    assert cli.run(["plan", "--chips", "H100", "--variants", "0"]) == 1
+    assert "not even the base fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [CONFIG, CONFIG / "config.json"])
+def test_a_model_of_ones_own(given: Path, capsys) -> None:
+    own = ["--context", "32", "--prompt", "16", "--rows", "2", "--chips", "2xL40S"]
+    assert cli.run(["plan", "--model", str(given), *own, "--base-dtype", "int8"]) == 0
+    said = capsys.readouterr().out
+    assert "no kernel here is made for L40S" in said and "arithmetic only" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "llama-9"], "llama-3.1-70b"),
+        (["--chips", "8xTPU"], "--chips is '8xTPU'"),
+        (["--context", "200000"], "131072 positions"),
+        (["--prompt", "9000"], "the prompt is 9000 tokens"),
+        (["--variants", "-1"], "variants"),
+        (["--json", "/nowhere/plan.json"], "/nowhere/plan.json"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str, capsys) -> None:
+    assert cli.run(["plan", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{", '{"model_type": "llama"}', "\x00\xff"])
+def test_a_file_that_is_no_configuration(text: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="latin-1")
+    assert cli.run(["plan", "--model", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
