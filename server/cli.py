@@ -13,7 +13,16 @@ from typing import Annotated, Any
 
 import typer
 
-from server import cli_bench, cli_cache, cli_merge, cli_plan, cli_serve, cli_token, console
+from server import (
+    cli_bench,
+    cli_cache,
+    cli_eval,
+    cli_merge,
+    cli_plan,
+    cli_serve,
+    cli_token,
+    console,
+)
 from server import reach_options as reach
 from server import sampling_options as choice
 from server.cli_types import Address, AsJson, Products, StorePath
@@ -162,6 +171,7 @@ def generate(
 
 app.command("serve", epilog=cli_serve.EXAMPLE)(cli_serve.serve)
 app.command("plan", epilog=cli_plan.EXAMPLE)(cli_plan.plan)
+app.command("eval", epilog=cli_eval.EXAMPLE)(cli_eval.evaluate)
 
 
 @app.command(epilog="Example: zen client zen4-coder 'def ' --max-tokens 64 --temperature 0")

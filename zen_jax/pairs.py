@@ -39,7 +39,7 @@ class Pair:
     base: str
 
 
-def pair_up(tuned: Source, base: Manifest) -> list[Pair]:
+def pair_up(tuned: Source, base: Manifest | Source) -> list[Pair]:
     """Every tensor that a variant keeps, the head too as soon as either side has one of its own."""
     pairs = [Pair(name, name, name) for name in sorted(tuned.tensors) if name != HEAD]
     mine, its = HEAD in tuned.tensors, HEAD in base.tensors
@@ -54,7 +54,7 @@ def tells(pair: Pair) -> bool:
     return pair.name not in (EMBED, HEAD)
 
 
-def check_architecture(source: Source, base: Manifest) -> None:
+def check_architecture(source: Source, base: Manifest | Source) -> None:
     """Makes sure that a source is of the base's architecture.
 
     Raises:

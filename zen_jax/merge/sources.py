@@ -73,6 +73,11 @@ class StoreSource:
         return folder if self._variant is None else f"{folder}:{self._variant.name}"
 
     @property
+    def bytes_on_disk(self) -> int:
+        """Of its part of the store: a variant's without the base's."""
+        return self._manifest.bytes_on_disk
+
+    @property
     def coding(self) -> str:
         """What it was made from."""
         return str(self._manifest.made.get("coding", "F32"))

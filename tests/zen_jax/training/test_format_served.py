@@ -15,12 +15,13 @@ from pallas_kernels import cpu_build
 from pallas_kernels.bitdelta_matmul import cpu, ops
 from pallas_kernels.packing import pack_signs
 from zen_jax.config import ModelConfig
+from zen_jax.evaluation.sheet import Sheet
 from zen_jax.layout import Params, fuse, unfuse
 from zen_jax.model import make_forward
 from zen_jax.training import residual, scoring
 from zen_jax.training.format_study import served
 from zen_jax.training.format_study.formats import FORMATS
-from zen_jax.training.format_study.measure import Examiner, Sheet
+from zen_jax.training.format_study.measure import Examiner
 from zen_jax.training.format_study.study import Results, Subject, measure_subject, publish
 from zen_jax.training.residual import Tensors
 

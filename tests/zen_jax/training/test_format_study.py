@@ -12,13 +12,14 @@ import pytest
 
 from zen_jax import evaluate
 from zen_jax.config import ModelConfig
+from zen_jax.evaluation.sheet import Sheet
 from zen_jax.layout import EMBED, Params, unfuse
 from zen_jax.model import make_forward
 from zen_jax.training import residual, scoring
 from zen_jax.training.format_study import codecs, study
 from zen_jax.training.format_study.codecs import Codec
 from zen_jax.training.format_study.formats import FORMATS, Format, share_of_zeros, store
-from zen_jax.training.format_study.measure import Examiner, Sheet
+from zen_jax.training.format_study.measure import Examiner
 from zen_jax.training.format_study.study import Results, Subject, measure_subject, publish
 from zen_jax.training.residual import Tensors
 

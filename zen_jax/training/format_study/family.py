@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from zen_jax.evaluation.sheet import Sheet
 from zen_jax.training import residual, scoring
 from zen_jax.training.format_study.formats import FORMATS
-from zen_jax.training.format_study.measure import Sheet
 from zen_jax.training.format_study.study import Subject
 from zen_jax.training.recipe import VARIANTS
 

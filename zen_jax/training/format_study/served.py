@@ -25,12 +25,13 @@ from pallas_kernels.paged_attention.pages import Pages
 from zen_jax.config import ModelConfig
 from zen_jax.delta.apply import bind
 from zen_jax.delta.bank import BankSchema
+from zen_jax.evaluation.sheet import Sheet
 from zen_jax.kv_cache import InPages, make_cache, own_pages
 from zen_jax.layout import Params, fuse
 from zen_jax.model import Linear, Transformer, make_merge
 from zen_jax.training import scoring
 from zen_jax.training.format_study.formats import DEFAULT, FORMATS, store
-from zen_jax.training.format_study.measure import Examiner, Sheet, tensors_digest
+from zen_jax.training.format_study.measure import Examiner, tensors_digest
 from zen_jax.training.format_study.study import (
     SERVED,
     Results,

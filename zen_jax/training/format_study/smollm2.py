@@ -16,12 +16,13 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from zen_jax.checkpoint.source import Source, open_source
+from zen_jax.evaluation.sheet import Sheet
 from zen_jax.layout import unfuse
 from zen_jax.training import corpora, residual, scoring
 from zen_jax.training.batches import Batch
 from zen_jax.training.finetune import TrainConfig, train
 from zen_jax.training.format_study.formats import FORMATS, LEVELS, REFERENCE, ZEROS, Format
-from zen_jax.training.format_study.measure import Sheet, tensors_digest
+from zen_jax.training.format_study.measure import tensors_digest
 from zen_jax.training.format_study.study import Subject, write_json
 from zen_jax.training.residual import Tensors
 

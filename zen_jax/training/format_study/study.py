@@ -18,9 +18,10 @@ from rich.progress import (
 
 from zen_jax.config import ModelConfig
 from zen_jax.delta import compress, levels
+from zen_jax.evaluation.sheet import Sheet
 from zen_jax.training.format_study import codecs, measure
 from zen_jax.training.format_study.formats import Format, Tensors, share_of_zeros, store
-from zen_jax.training.format_study.measure import Examiner, Marks, Sheet
+from zen_jax.training.format_study.measure import Examiner, Marks
 from zen_jax.training.residual import file_digest, float32_params
 
 # Of a variant in the results: what `zen_jax.training.format_study.served` measured.
