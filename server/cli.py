@@ -118,6 +118,34 @@ def convert_variant(
     )
 
 
+@convert.command("lora", epilog="Example: zen convert lora ./my-adapter ./store my-name")
+def convert_lora(
+    src: Annotated[
+        Path,
+        typer.Argument(metavar="SRC", help="A PEFT folder: adapter_config.json and safetensors."),
+    ],
+    store: StorePath,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What requests call it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Add a LoRA adapter of the store's base, as the next version of its name."""
+    from server.commands import store as commands
+
+    commands.lora(src, store, name, as_json=as_json)
+
+
+@convert.command("peft", epilog="Example: zen convert peft ./store my-name ./my-adapter")
+def convert_peft(
+    store: StorePath,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A variant that was an adapter.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; a new one.")],
+) -> None:
+    """Write an adapter of a store as a PEFT folder again, with the same tensors and settings."""
+    from server.commands import store as commands
+
+    commands.peft(store, name, out)
+
+
 @app.command(epilog="Example: zen verify ./store")
 def verify(store: StorePath, as_json: AsJson = False) -> None:
     """Check every byte of a store; exit status 1 when anything is damaged."""

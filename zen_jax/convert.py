@@ -124,7 +124,7 @@ def convert_base(
     if (target.path / BASE).exists():
         raise BaseExists(f"{root} has a base already; choose another folder")
     manifest = _publish_base(source, target, shards, files, warnings, progress)
-    return _summary(manifest, started)
+    return summarise(manifest, started)
 
 
 def convert_variant(
@@ -174,7 +174,7 @@ def convert_variant(
     check_architecture(source, target.base())
     options = {"scale": scale, "levels": levels, "embed": embed}
     manifest = Conversion(source, target, options, force).publish(name, progress)
-    return _summary(manifest, started)
+    return summarise(manifest, started)
 
 
 # ---- a base
@@ -239,7 +239,8 @@ def _publish_base(
     return manifest
 
 
-def _summary(manifest: Manifest, started: float) -> Summary:
+def summarise(manifest: Manifest, started: float) -> Summary:
+    """What a conversion made, that began at `started` by `time.perf_counter`."""
     stats: dict[str, float] = {}
     for policy in get_args(Policy):
         stats[policy] = sum(t.policy == policy for t in manifest.tensors.values())

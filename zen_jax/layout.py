@@ -194,7 +194,8 @@ def fuse_delta(config: ModelConfig, tensors: Mapping[str, WeightDelta]) -> Param
 
     Scales of one per matrix are broadcast to one per row. Where the sources of a fused weight
     differ in levels, the missing ones get scale 0; where some have a dense part, the others' is
-    zero.
+    zero. Low-rank parts lie one after the other: each source keeps its own factors, and its rows of
+    b are zero at the ranks of the others.
 
     Raises:
       ValueError: a tensor is missing, is not one of this model's, or does not fit the shape that it
@@ -218,20 +219,38 @@ def fuse_weight(
     for name, part, shape in zip(spec.sources, parts, shapes, strict=True):
         _check_delta(name, part, shape)
     levels = max((p.bits.shape[0] for p in parts if p.bits is not None), default=0)
-    bits = scale = dense = None
+    bits = scale = low_rank = dense = None
     if levels:
         pairs = [
             _pad_levels(p, levels, r, spec.shape[-1]) for p, r in zip(parts, rows, strict=True)
         ]
         bits = _fuse_rows(config, spec, [b for b, _ in pairs], 1)
         scale = _fuse_rows(config, spec, [s for _, s in pairs], 1)
+    if any(p.low_rank is not None for p in parts):
+        a, own = _side_by_side(parts, rows)
+        low_rank = a, _fuse_rows(config, spec, own, 0)
     if any(p.dense is not None for p in parts):
         whole = [
             np.zeros(shape, np.float32) if p.dense is None else p.dense
             for shape, p in zip(shapes, parts, strict=True)
         ]
         dense = _fuse_rows(config, spec, whole, 0)
-    return WeightDelta(bits, scale, None, dense, parts[0].tail)
+    return WeightDelta(bits, scale, low_rank, dense, parts[0].tail)
+
+
+def _side_by_side(parts: list[WeightDelta], rows: tuple[int, ...]) -> tuple[Array, list[Array]]:
+    """(a float32[R, I] of all ranks together, b float32[rows, R] of each part)."""
+    pairs = [part.low_rank for part in parts]
+    ranks = [0 if pair is None else pair[0].shape[0] for pair in pairs]
+    a = np.concatenate([np.asarray(pair[0], np.float32) for pair in pairs if pair is not None])
+    own, start = list[Array](), 0
+    for pair, count, rank in zip(pairs, rows, ranks, strict=True):
+        b = np.zeros((count, sum(ranks)), np.float32)
+        if pair is not None:
+            b[:, start : start + rank] = pair[1]
+        own.append(b)
+        start += rank
+    return a, own
 
 
 def check_names(config: ModelConfig, tensors: Mapping[str, Any]) -> None:
@@ -249,7 +268,9 @@ def _check_names(shapes: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
 
 def _check_delta(name: str, delta: WeightDelta, shape: tuple[int, ...]) -> None:
     if delta.low_rank is not None:
-        raise ValueError(f"{name} has a low-rank part, which cannot be fused yet")
+        a, b = (tuple(factor.shape) for factor in delta.low_rank)
+        if len(shape) != 2 or a != (a[0], shape[1]) or b != (shape[0], a[0]):
+            raise ValueError(f"{name}: factors {a} and {b} do not fit a tensor of shape {shape}")
     if delta.bits is not None and len(shape) != 2:
         raise ValueError(f"{name} is a vector of shape {shape}; it cannot have signs")
     if delta.bits is not None:

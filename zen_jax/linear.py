@@ -103,6 +103,9 @@ def _local(x: jax.Array, base: jax.Array, bank: WeightDelta, slots: jax.Array | 
             ends = tokens * (jnp.arange(batch, dtype=jnp.int32) + 1)
             y = ops.bitdelta_matmul_segments(rows, w, signs, slots, ends)
     y = y.reshape(batch, tokens, outputs)
+    if bank.low_rank is not None and slots is not None:
+        a, b = bank.low_rank
+        y += _low_rank_rows(x, a, b.reshape(-1, outputs, b.shape[-1]), slots)
     if bank.dense is not None and slots is not None:
         y += _dense_rows(x, bank.dense.reshape(-1, outputs, size), slots)
     return y.reshape(*x.shape[:-1], *out)
@@ -117,6 +120,16 @@ def _signs(bank: WeightDelta, outputs: int) -> ops.SignBank | ops.KernelBank | N
     m, levels = bank.bits.shape[:2]
     bits = bank.bits.reshape(m, levels, outputs, -1)
     return ops.SignBank(bits, bank.scale.reshape(m, levels, outputs))
+
+
+def _low_rank_rows(x: jax.Array, a: jax.Array, b: jax.Array, slots: jax.Array) -> jax.Array:
+    """x[B, T, I] . a[slot of b][R, I] . b[slot of b][O, R] -> float32[B, T, O]."""
+    valid = (slots >= 0) & (slots < a.shape[0])
+    index = jnp.where(valid, slots, 0)
+    exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    inner = jnp.einsum("bti,bri->btr", x.astype(jnp.float32), a[index], **exact)
+    y = jnp.einsum("btr,bor->bto", inner, b[index], **exact)
+    return jnp.where(valid[:, None, None], y, 0.0)
 
 
 def _dense_rows(x: jax.Array, dense: jax.Array, slots: jax.Array) -> jax.Array:
@@ -184,6 +197,9 @@ def bank_specs(bank: WeightDelta, axes: PartitionSpec) -> WeightDelta:
     return WeightDelta(
         bits=None if bank.bits is None else PartitionSpec(None, None, *axes),
         scale=None if bank.scale is None else PartitionSpec(None, None, *axes[:-1]),
+        low_rank=None
+        if bank.low_rank is None
+        else (PartitionSpec(None, None, axes[-1]), PartitionSpec(None, *axes[:-1], None)),
         dense=None if bank.dense is None else PartitionSpec(None, *axes),
         kernel=None if bank.kernel is None else ordered,
     )
@@ -267,6 +283,13 @@ def _embed_local(
         valid = (slots >= 0) & (slots < bank.dense.shape[0])
         index = jnp.where(valid, slots, 0)
         y += jnp.where(valid[:, None, None], bank.dense[index[:, None], ids], 0.0)
+    if bank.low_rank is not None and slots is not None:
+        a, b = bank.low_rank
+        valid = (slots >= 0) & (slots < a.shape[0])
+        index = jnp.where(valid, slots, 0)
+        exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+        added = jnp.einsum("btr,brd->btd", b[index[:, None], ids], a[index], **exact)
+        y += jnp.where(valid[:, None, None], added, 0.0)
     return y
 
 

@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from zen_jax.checkpoint.manifest import Manifest
 from zen_jax.checkpoint.raw import Span
-from zen_jax.delta.bank import BankSchema, DeltaBank, slot_axes
+from zen_jax.delta.bank import BankSchema, DeltaBank, is_axes, slot_axes
 from zen_jax.delta.format import WeightDelta
 from zen_jax.delta.widen import HeldShape
 from zen_jax.layout import EMBED, HEAD, ParamSpec, map_specs, param_specs, tensor_shapes
@@ -220,9 +220,7 @@ class Shares:
             return own if memory is None else own.with_memory_kind(memory)
 
         def parts(spec: ParamSpec) -> WeightDelta:
-            return jax.tree.map(
-                where, slot_axes(self.schema, spec), is_leaf=lambda node: isinstance(node, tuple)
-            )
+            return jax.tree.map(where, slot_axes(self.schema, spec), is_leaf=is_axes)
 
         return DeltaBank(map_specs(parts, self.schema.held.config), where(()))
 

@@ -11,6 +11,7 @@ from server import console
 from zen_jax.checkpoint.manifest import Corrupt, Manifest
 from zen_jax.checkpoint.store import Store
 from zen_jax.convert import EmbedPolicy, Summary, convert_base, convert_variant
+from zen_jax.convert_lora import convert_lora, export_lora
 
 
 def base(src: Path, store: Path, *, shards: int, as_json: bool) -> None:
@@ -44,6 +45,20 @@ def variant(
             progress=report,
         )
     _print_summary(summary, as_json)
+
+
+def lora(src: Path, store: Path, name: str, *, as_json: bool) -> None:
+    """Adds a LoRA adapter to a store."""
+    with console.progress_bar(name) as report:
+        summary = convert_lora(src, store, name, progress=report)
+    _print_summary(summary, as_json)
+
+
+def peft(path: Path, name: str, out: Path) -> None:
+    """Writes an adapter of a store as a PEFT folder."""
+    store = Store(path)
+    export_lora(store, store.variant(name), out)
+    console.say(f"{name} is in {out}")
 
 
 def verify(path: Path, *, as_json: bool) -> bool:

@@ -23,6 +23,8 @@ from zen_jax.convert import convert_base
 COMMANDS = [
     ("convert", "base"),
     ("convert", "variant"),
+    ("convert", "lora"),
+    ("convert", "peft"),
     ("verify",),
     ("ls",),
     ("generate",),

@@ -51,7 +51,11 @@ def bank_schema(store: Store, slots: int | None = None) -> BankSchema:
 def _leaves(manifest: Manifest) -> dict[str, LeafSchema]:
     whole = {"dense", "whole"}
     return {
-        name: LeafSchema(tensor.levels, bool(whole & set(tensor.parts)))
+        name: LeafSchema(
+            tensor.levels,
+            bool(whole & set(tensor.parts)),
+            tensor.parts["lora_a"].shape[0] if "lora_a" in tensor.parts else 0,
+        )
         for name, tensor in manifest.tensors.items()
     }
 

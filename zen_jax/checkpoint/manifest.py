@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +22,11 @@ MANIFEST = "manifest.json"
 BASE = "base"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
+# The parts of a low-rank difference.
+FACTORS = {"lora_a", "lora_b", "lora_scale"}
 _ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 # "whole": the base's tensor itself; the others say what a variant adds to it.
-Policy = Literal["whole", "bit", "dense", "shared"]
+Policy = Literal["whole", "bit", "low_rank", "dense", "shared"]
 
 
 class NameRefused(ValueError):
@@ -158,7 +160,7 @@ class TensorEntry:
       shape: its true shape; bits are padded, and a variant may have more rows than the base.
       parts: "weight" for a base. For a variant "bits" and "scale"; "dense", a difference in
         float32; "whole", the fine-tune's own values in its dtype; "rows", only those of the rows
-        that the base lacks.
+        that the base lacks; "lora_a" [R, I], "lora_b" [O, R] and "lora_scale" [1], of an adapter.
       levels: of bits and scales.
       scale: "row" or "matrix" when there are bits.
       against: the base's tensor that it is a difference to, if that has another name.
@@ -329,6 +331,12 @@ def _check_parts(name: str, tensor: TensorEntry, files: Mapping[str, FileEntry])
     kinds = set(tensor.parts)
     if ("bits" in kinds) != ("scale" in kinds):
         raise ManifestError(f"gives {name} the parts {sorted(kinds)}")
+    factors = kinds & FACTORS
+    if factors:
+        parts = [tensor.parts.get(kind) for kind in ("lora_a", "lora_b", "lora_scale")]
+        shapes = [() if part is None else part.shape for part in parts]
+        if factors != FACTORS or not _fit(tensor.shape, *shapes):
+            raise ManifestError(f"gives {name} factors of shapes {shapes}, which do not fit it")
     for part in tensor.parts.values():
         numbers = (*part.shape, part.shards)
         if part.dtype not in _ITEMSIZE or any(type(n) is not int or n < 1 for n in numbers):
@@ -341,6 +349,13 @@ def _check_parts(name: str, tensor: TensorEntry, files: Mapping[str, FileEntry])
         size = sum(files[file].size for file in part.files())
         if size != math.prod(part.shape) * _ITEMSIZE[part.dtype]:
             raise ManifestError(f"gives {part.leaf} files of {size} bytes, which do not fit it")
+
+
+def _fit(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], scale: Any) -> bool:
+    """Whether arrays of these shapes can be the factors of a tensor [O, I], and their scale."""
+    return (
+        len(shape) == 2 and (a[1:], b[:1], scale) == (shape[1:], shape[:1], (1,)) and a[:1] == b[1:]
+    )
 
 
 def _canonical(value: Any) -> bytes:
@@ -384,6 +399,23 @@ def content_digest(
         "tokenizer": dict(tokenizer or {}),
     }
     return hashlib.sha256(_canonical(whole)).hexdigest()
+
+
+def inconsistent(manifest: Manifest, bases: Sequence[str]) -> Iterator[str]:
+    """What a manifest says against itself or against the base."""
+    tensors, settings = manifest.tensors, manifest.settings
+    if manifest.is_base:
+        digest = content_digest(tensors, settings)
+    else:
+        digest = content_digest(tensors, settings, manifest.base_digest, manifest.tokenizer)
+    if digest != manifest.digest:
+        yield "has a digest that does not fit its tensors"
+    for tensor in manifest.tensors.values():
+        for part in tensor.parts.values():
+            if part.shards == 1 and manifest.files[part.files()[0]].sha256 != part.sha256:
+                yield f"gives {part.leaf} two checksums"
+    if bases and manifest.base_digest != bases[0]:
+        yield "belongs to another base"
 
 
 def check_name(name: str) -> str:

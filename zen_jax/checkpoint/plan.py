@@ -78,7 +78,7 @@ def work_key(source: Source, against: str, options: Mapping[str, Any]) -> str:
         files.append([file.name, state.st_size, state.st_mtime_ns])
     tensors = [[name, t.dtype, t.shape] for name, t in sorted(source.tensors.items())]
     settings = source.config.to_hf()
-    whole = [_WORK_VERSION, dict(_versions()), settings, tensors, files, against, dict(options)]
+    whole = [_WORK_VERSION, package_versions(), settings, tensors, files, against, dict(options)]
     text = json.dumps(whole, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
@@ -89,9 +89,14 @@ def made(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
         "source": source.name,
         "coding": source.coding,
         "options": dict(options),
-        "packages": dict(_versions()),
+        "packages": package_versions(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that decide how a checkpoint is written."""
+    return dict(_versions())
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ import resource
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ READERS = min(16, os.cpu_count() or 1)
 # for the disk. All are asked for ahead, as far as the process may hold them open.
 _SMALL = 256 * 2**10
 _AHEAD = 1024
+# Parts of a low-rank difference: a [R, I], b [O, R], and what their product is multiplied by, [1].
+_FACTORS = ("lora_a", "lora_b", "lora_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,9 @@ class Span:
         start and stop. None: all of it."""
         if kind == "rows" or (kind == "scale" and (self.dimension or part.shape[1] == 1)):
             return None
+        if kind in _FACTORS:
+            kept = kind != "lora_scale" and self.dimension == (kind == "lora_a")
+            return (self.dimension, self.start, self.stop) if kept else None
         if kind == "bits":
             unit = 8 if self.dimension else 1
             return self.dimension + 1, self.start // unit, -(-self.stop // unit)
@@ -167,6 +172,13 @@ def along(array: np.ndarray, axis: int, start: int, stop: int) -> np.ndarray:
     if (start, stop) == (0, array.shape[axis]):
         return array
     return array[(slice(None),) * axis + (slice(start, stop),)]
+
+
+def folded(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(a float32[R, I], b float32[O, R]) of an adapter's arrays; the scale is folded into b here,
+    and nowhere else."""
+    a, b, scale = (arrays[kind].astype(np.float32) for kind in _FACTORS)
+    return a, b * scale
 
 
 def listing_problems(folder: Path, manifest: Manifest) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ from zen_jax.checkpoint.chunks import (
 )
 from zen_jax.checkpoint.manifest import (
     BASE,
+    FACTORS,
     MANIFEST,
     BaseCorrupt,
     Corrupt,
@@ -37,14 +38,14 @@ from zen_jax.checkpoint.manifest import (
     VariantNotFound,
     WrongBase,
     check_name,
-    content_digest,
+    inconsistent,
 )
 from zen_jax.checkpoint.publish import PUBLISHING, TOKENIZER, VARIANTS, Publisher
-from zen_jax.checkpoint.raw import RawVariant, Span, along, listing_problems, read_all
+from zen_jax.checkpoint.raw import RawVariant, Span, along, folded, listing_problems, read_all
 from zen_jax.delta.format import WeightDelta
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
-_LOADED = {"bits", "scale", "dense", "whole", "rows"}
+_LOADED = {"bits", "scale", "dense", "whole", "rows", *FACTORS}
 
 # (what is worked on, bytes done, bytes in all)
 Progress = Callable[[str, int, int], None]
@@ -294,7 +295,8 @@ class Store:
             tail = whole[dense.shape[0] :] if whole.shape[0] > dense.shape[0] else None
             if span is not None:
                 dense = along(dense, span.dimension, span.start, span.stop)
-        return WeightDelta(arrays.get("bits"), arrays.get("scale"), dense=dense, tail=tail)
+        low_rank = folded(arrays) if "lora_a" in arrays else None
+        return WeightDelta(arrays.get("bits"), arrays.get("scale"), low_rank, dense, tail)
 
     def tokenizer_files(self, variant: Variant | None) -> dict[str, bytes]:
         """A variant's tokenizer files, or the base's: name -> contents, checked.
@@ -358,7 +360,7 @@ class Store:
         total = sum(f.size for _, _, m in manifests for f in m.files.values())
         done = 0
         for where, folder, manifest in manifests:
-            findings += [Finding(where, MANIFEST, p) for p in _inconsistent(manifest, bases)]
+            findings += [Finding(where, MANIFEST, p) for p in inconsistent(manifest, bases)]
             findings += [Finding(where, *pair) for pair in listing_problems(folder, manifest)]
             for file, entry in manifest.files.items():
                 try:
@@ -467,23 +469,6 @@ def _read_manifest(folder: Path, name: str, version: int, kind: type[Corrupt]) -
     if (manifest.name, manifest.version) != (name, version):
         raise kind(where, MANIFEST, f"is that of {manifest.name}/{manifest.version}")
     return manifest
-
-
-def _inconsistent(manifest: Manifest, bases: list[str]) -> Iterator[str]:
-    """What a manifest says against itself or against the base."""
-    tensors, settings = manifest.tensors, manifest.settings
-    if manifest.is_base:
-        digest = content_digest(tensors, settings)
-    else:
-        digest = content_digest(tensors, settings, manifest.base_digest, manifest.tokenizer)
-    if digest != manifest.digest:
-        yield "has a digest that does not fit its tensors"
-    for tensor in manifest.tensors.values():
-        for part in tensor.parts.values():
-            if part.shards == 1 and manifest.files[part.files()[0]].sha256 != part.sha256:
-                yield f"gives {part.leaf} two checksums"
-    if bases and manifest.base_digest != bases[0]:
-        yield "belongs to another base"
 
 
 def _read_part(folder: Path, manifest: Manifest, part: Part, kind: type[Corrupt]) -> np.ndarray:

@@ -40,10 +40,18 @@ class LeafSchema:
     Attributes:
       levels: of signs and scales; 0 for none.
       dense: whether there is room for a whole difference.
+      rank: of a low-rank part; 0 for none.
     """
 
     levels: int
     dense: bool
+    rank: int = 0
+
+    def widened(self, other: "LeafSchema") -> "LeafSchema":
+        """The room that holds either."""
+        return LeafSchema(
+            max(self.levels, other.levels), self.dense or other.dense, max(self.rank, other.rank)
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -85,6 +93,7 @@ class BankSchema:
         slots: int,
         variants: Iterable[Mapping[str, LeafSchema]] = (),
         configs: Iterable[ModelConfig] = (),
+        bits: bool = True,
     ) -> "BankSchema":
         """The least schema that holds 1-bit variants with whole vectors, and all of `variants`.
 
@@ -93,6 +102,7 @@ class BankSchema:
           slots: M.
           variants: what each known variant has, by Hugging Face tensor.
           configs: each known variant's own architecture, for its vocabulary and tying.
+          bits: whether there is room for 1-bit variants where none of `variants` is one.
         """
         held = HeldShape.of(config, configs)
         leaves: dict[str, LeafSchema] = {}
@@ -100,21 +110,22 @@ class BankSchema:
         def start(spec: ParamSpec) -> None:
             vector = spec.kind == "vector"
             for name in spec.sources:
-                leaves[name] = LeafSchema(0 if vector else 1, vector)
+                leaves[name] = LeafSchema(int(bits and not vector), bits and vector)
 
         map_specs(start, held.config)
         for variant in variants:
             own = dict(variant)
             own.setdefault(HEAD, own.get(EMBED, LeafSchema(0, False)))  # a tied head's delta
             for name in leaves.keys() & own.keys():
-                mine, leaf = leaves[name], own[name]
-                leaves[name] = LeafSchema(max(mine.levels, leaf.levels), mine.dense or leaf.dense)
+                leaves[name] = leaves[name].widened(own[name])
         return cls(held, slots, leaves)
 
     def leaf(self, spec: ParamSpec) -> LeafSchema:
-        """The room for a fused weight: the most that its tensors ask for."""
+        """The room for a fused weight: the most that its tensors ask for, and their ranks
+        together, since each has factors of its own."""
         parts = [self.leaves[name] for name in spec.sources]
-        return LeafSchema(max(p.levels for p in parts), any(p.dense for p in parts))
+        rank = sum(p.rank for p in parts)
+        return LeafSchema(max(p.levels for p in parts), any(p.dense for p in parts), rank)
 
     def tail(self, spec: ParamSpec) -> int:
         """Rows of a tail for a weight: of embedding and head, where a variant has more."""
@@ -134,17 +145,21 @@ class BankSchema:
 
         def stacked(spec: ParamSpec) -> WeightDelta:
             leaf, m, axes = self.leaf(spec), self.slots, spec.axes
-            bits = scale = dense = None
+            bits = scale = low_rank = dense = None
             if leaf.levels:
                 lead = (m, leaf.levels, *spec.shape[:-1])
                 bits = zeros((*lead, packed_size(spec.shape[-1])), jnp.uint8, (None, None, *axes))
                 scale = zeros(lead, jnp.float32, (None, None, *axes[:-1]))
+            if leaf.rank:
+                rank, out = leaf.rank, spec.shape[:-1]
+                a = zeros((m, rank, spec.shape[-1]), jnp.float32, (None, None, axes[-1]))
+                low_rank = a, zeros((m, *out, rank), jnp.float32, (None, *axes[:-1], None))
             if leaf.dense:
                 dense = zeros((m, *spec.shape), jnp.float32, (None, *axes))
             more, tail = self.tail(spec), None
             if more:
                 tail = zeros((m, more, spec.shape[-1]), jnp.bfloat16, (None, None, None))
-            return WeightDelta(bits, scale, None, dense, tail)
+            return WeightDelta(bits, scale, low_rank, dense, tail)
 
         vocab = jnp.full((self.slots,), self.held.base.vocab_size, jnp.int32)
         if placement is not None:
@@ -161,8 +176,8 @@ class BankSchema:
           NumPy arrays.
 
         Raises:
-          DoesNotFit: a part has more levels than the bank, or is dense or low-rank where the bank
-            has no room, or the vocabulary is larger than planned; tensor and limit are named.
+          DoesNotFit: a part has more levels or a higher rank than the bank, or is dense where the
+            bank has no room, or the vocabulary is larger than planned; tensor and limit are named.
           ValueError: the tensors are not this model's.
         """
         added = getattr(tensors.get(EMBED), "tail", None)
@@ -212,13 +227,20 @@ class BankSchema:
             raise DoesNotFit(f"{names}: {levels} levels; the bank has room for {leaf.levels}")
         if delta.dense is not None and not leaf.dense:
             raise DoesNotFit(f"{names}: stored whole; the bank has room for signs only")
-        if delta.low_rank is not None:
-            raise DoesNotFit(f"{names}: a low-rank part; the bank has room for signs only")
-        bits = scale = dense = None
+        rank = 0 if delta.low_rank is None else delta.low_rank[0].shape[0]
+        if rank > leaf.rank:
+            raise DoesNotFit(f"{names}: rank {rank}; the bank has room for {leaf.rank}")
+        bits = scale = low_rank = dense = None
         if leaf.levels:
             lead = (leaf.levels, *spec.shape[:-1])
             packed = (*lead, packed_size(spec.shape[-1]))
             bits, scale = _room(delta.bits, packed, np.uint8), _room(delta.scale, lead)
+        if leaf.rank:
+            a, b = delta.low_rank or (None, None)
+            out = (leaf.rank, *spec.shape[:-1])
+            b = None if b is None else np.moveaxis(b, -1, 0)
+            b = np.ascontiguousarray(np.moveaxis(_room(b, out), 0, -1))
+            low_rank = _room(a, (leaf.rank, spec.shape[-1])), b
         if leaf.dense:
             dense = _room(delta.dense, spec.shape)
         room, tail = self.tail(spec), None
@@ -226,11 +248,12 @@ class BankSchema:
             tail = np.zeros((room, spec.shape[-1]), ml_dtypes.bfloat16)
             if delta.tail is not None:
                 tail[...] = delta.tail
-        return WeightDelta(bits, scale, None, dense, tail)
+        return WeightDelta(bits, scale, low_rank, dense, tail)
 
 
 def _room(part: Array | None, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
-    """A part in the shape of a slot: itself, or zeros with its levels in front, if it has any."""
+    """A part in the shape of a slot: itself, or zeros with its levels or ranks in front, if it has
+    any."""
     if part is not None and part.shape == shape:
         return np.asarray(part, dtype)
     whole = host_memory.empty(shape, dtype)
@@ -246,9 +269,15 @@ def slot_axes(schema: BankSchema, spec: ParamSpec) -> WeightDelta:
     return WeightDelta(
         bits=(None, *spec.axes) if leaf.levels else None,
         scale=(None, *spec.axes[:-1]) if leaf.levels else None,
+        low_rank=((None, spec.axes[-1]), (*spec.axes[:-1], None)) if leaf.rank else None,
         dense=spec.axes if leaf.dense else None,
         tail=(None, None) if schema.tail(spec) else None,
     )
+
+
+def is_axes(node: object) -> bool:
+    """Whether a node of `slot_axes`' tree is the axes of one part."""
+    return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
 
 
 def write_slot(bank: DeltaBank, slot: jax.Array, variant: DeltaBank) -> DeltaBank:

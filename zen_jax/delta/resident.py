@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zen_jax.delta.bank import BankSchema, DeltaBank, slot_axes
+from zen_jax.delta.bank import BankSchema, DeltaBank, is_axes, slot_axes
 from zen_jax.delta.format import WeightDelta
 from zen_jax.delta.kernel_order import kernel_shardings, on_hopper, to_kernel_order
 from zen_jax.layout import Params, ParamSpec, map_specs
@@ -85,7 +85,7 @@ class ResidentBank:
             return jax.tree.map(
                 lambda axes: place.sharding((*lead, *axes)),
                 slot_axes(self.schema, spec),
-                is_leaf=lambda node: isinstance(node, tuple),
+                is_leaf=is_axes,
             )
 
         return DeltaBank(map_specs(parts, self.schema.held.config), place.sharding(lead))

@@ -107,7 +107,10 @@ class HeldShape:
         empty = np.zeros((self.tail, shape[1]), ml_dtypes.bfloat16)
         tail = empty if tail is None else _with_rows(tail, self.tail)
         dense = None if delta.dense is None else _with_rows(delta.dense, rows)
-        return WeightDelta(bits, scale, delta.low_rank, dense, tail)
+        low_rank = delta.low_rank
+        if low_rank is not None:
+            low_rank = low_rank[0], _with_rows(low_rank[1], rows)
+        return WeightDelta(bits, scale, low_rank, dense, tail)
 
 
 def _with_rows(array: Array, rows: int, axis: int = 0) -> Array:

@@ -14,6 +14,7 @@ import numpy as np
 
 from zen_jax.checkpoint.manifest import BASE, MANIFEST, Manifest, Variant
 from zen_jax.checkpoint.publish import VARIANTS
+from zen_jax.checkpoint.raw import folded
 from zen_jax.checkpoint.safetensors import DTYPES, SourceError
 from zen_jax.checkpoint.source import Source, open_source
 from zen_jax.checkpoint.store import Store
@@ -101,7 +102,8 @@ class StoreSource:
         if "whole" in parts:
             return parts["whole"].astype(np.float32)
         base = self._store.base_tensor(self._manifest.tensors[name].against or name)
-        delta = WeightDelta(parts.get("bits"), parts.get("scale"), dense=parts.get("dense"))
+        low_rank = folded(parts) if "lora_a" in parts else None
+        delta = WeightDelta(parts.get("bits"), parts.get("scale"), low_rank, parts.get("dense"))
         whole = np.asarray(effective_weight(jnp.asarray(base, jnp.float32), delta))
         if "rows" not in parts:
             return whole

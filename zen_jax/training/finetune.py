@@ -24,6 +24,8 @@ from zen_jax.model import make_forward
 from zen_jax.training.batches import Batch
 
 Batches = Callable[[int], tuple[Batch, ...]]
+# (what is trained, batches) -> mean loss in nats.
+Loss = Callable[[Any, tuple[Batch, ...]], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,23 +120,22 @@ class Keeper(Protocol):
         ...
 
 
-def make_optimizer(config: ModelConfig, train: TrainConfig) -> optax.GradientTransformation:
-    """Clipping and AdamW (arXiv:1711.05101) under a warm-up and a cosine."""
+def make_optimizer(config: ModelConfig | None, train: TrainConfig) -> optax.GradientTransformation:
+    """Clipping and AdamW (arXiv:1711.05101) under a warm-up and a cosine; weights decay where a
+    model of `config` has matrices, or all that is trained without one."""
     peak = train.learning_rate
     warmup = min(train.warmup, train.steps)
     rate = optax.schedules.warmup_cosine_decay_schedule(
         peak / max(1, warmup), peak, warmup, max(train.steps, warmup + 1), peak * train.floor
     )
-    mask = map_specs(lambda spec: spec.kind != "vector", config)
+    mask = None if config is None else map_specs(lambda spec: spec.kind != "vector", config)
     return optax.chain(
         optax.clip_by_global_norm(train.clip),
         optax.adamw(rate, b1=0.9, b2=train.beta2, weight_decay=train.weight_decay, mask=mask),
     )
 
 
-def make_loss(
-    config: ModelConfig, dtype: jax.typing.DTypeLike
-) -> Callable[[Params, tuple[Batch, ...]], jax.Array]:
+def make_loss(config: ModelConfig, dtype: jax.typing.DTypeLike) -> Loss:
     """``loss(params, batches)``: weighted mean cross-entropy in nats over all batches' targets."""
     forward = make_forward(config, dtype=dtype)
 
@@ -162,12 +163,13 @@ def train(
     checkpoint: Path | Keeper | None = None,
     title: str = "training",
     progress: bool = True,
+    loss: Loss | None = None,
 ) -> TrainResult:
     """Trains, from a checkpoint if there is one.
 
     Args:
       config: the model.
-      params: float32 start; not changed.
+      params: float32 start; not changed. With a `loss` of its own any tree that it takes.
       batches: step -> what that step sees; has to be a pure function.
       settings: how.
       held_out: batches whose loss is reported now and then.
@@ -175,26 +177,27 @@ def train(
         the last step; or a `Keeper` of another kind.
       title: in front of the progress bar.
       progress: whether to show it.
+      loss: what is made less; None takes the model's cross-entropy.
 
     Raises:
       ValueError: the checkpoint is damaged or of another model or run.
       FloatingPointError: a loss is not finite.
     """
-    optimizer = make_optimizer(config, settings)
+    optimizer = make_optimizer(config if loss is None else None, settings)
     masters = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
     state = TrainState(masters, optimizer.init(masters), 0)
     keeper = _FileKeeper(checkpoint, settings) if isinstance(checkpoint, Path) else checkpoint
     if keeper is not None:
         state = keeper.restore(state)
-    update, evaluate = _make_update(config, optimizer, settings)
+    update, evaluate = _make_update(loss or make_loss(config, settings.dtype), optimizer)
     losses: list[float] = []
     seen: list[tuple[int, float]] = []
     with _progress(progress) as bar:
         task = bar.add_task(title, total=settings.steps, completed=state.step, note="")
         for step in range(state.step, settings.steps):
-            tree, slots, loss = update(state.params, state.optimizer, batches(step))
+            tree, slots, value = update(state.params, state.optimizer, batches(step))
             state = TrainState(tree, slots, step + 1)
-            losses.append(_finite(float(loss), step))
+            losses.append(_finite(float(value), step))
             if held_out and settings.due(settings.held_out_every, step + 1):
                 seen.append((step + 1, float(evaluate(state.params, held_out))))
             if keeper is not None:
@@ -224,10 +227,9 @@ class _FileKeeper:
 
 
 def _make_update(
-    config: ModelConfig, optimizer: optax.GradientTransformation, settings: TrainConfig
+    loss: Loss, optimizer: optax.GradientTransformation
 ) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
     """Jitted (params, optimizer, batches) -> (params, optimizer, loss), donated; and the loss."""
-    loss = make_loss(config, settings.dtype)
 
     def update(params: Params, slots: Any, batches: tuple[Batch, ...]) -> Any:
         value, gradient = jax.value_and_grad(loss)(params, batches)
