@@ -25,21 +25,24 @@ from jax.sharding import Mesh
 from server.address import PortInUse, why_not
 from server.admin import VariantService
 from server.auth import Tokens
-from server.health import GENERATE, VARIANTS, Health, watch
+from server.health import GENERATE, OPERATIONS, VARIANTS, Health, watch
 from server.http.app import Api
 from server.http.models import Models
 from server.http.serving import HttpServer
 from server.incoming import Limits
 from server.loader import Loader, Stages
-from server.metrics import Metrics
+from server.observing import Observing
+from server.operations import OperationService
+from server.profiles import Profiles
 from server.rights import Gate
 from server.router import Router
 from server.serve_options import ServeOptions
 from server.service import GenerateService
+from server.snapshot import WorkerSnapshot
 from server.status import ErrorInterceptor
 from server.tls import Credentials
 from server.worker import Worker
-from zen.v1 import generate_pb2_grpc, variants_pb2_grpc
+from zen.v1 import generate_pb2_grpc, operations_pb2_grpc, variants_pb2_grpc
 from zen_jax.checkpoint.load import bank_schema, read_base
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.checkpoint.store import Store
@@ -95,7 +98,8 @@ class ZenServer:
         """Takes what is to be served; opens nothing yet.
 
         Raises:
-            ValueError: the file of tokens, or the certificate, cannot be used.
+            ValueError: the file of tokens, the certificate or the folder of profiles cannot be
+                used.
         """
         self.store = store
         self.address = ""
@@ -108,14 +112,16 @@ class ZenServer:
         self._credentials = None if options.tls is None else Credentials(options.tls)
         router = Router(store)
         self._tokenizers = tokenizers_of(store)
-        self._metrics = Metrics(lambda: self.worker and self.worker.snapshot())
+        self._observing = Observing(self._snapshot, options.traces, options.trace_share)
         self._generate = GenerateService(
             router=router,
             tokenizers=self._tokenizers,
             write_timeout_s=options.write_timeout_s,
-            observers=[self._metrics.observe],
+            observers=self._observing.observers,
         )
         self._variants = VariantService(store, router)
+        profiles = None if options.profiles is None else Profiles(options.profiles)
+        self._operations = OperationService(self._snapshot, self._observing.recent, profiles)
         self._health = Health(store, router)
         self._server: grpc.aio.Server | None = None
         self.http = self._http_server(Models(store, router))
@@ -135,9 +141,11 @@ class ZenServer:
         )
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(self._generate, server)
         variants_pb2_grpc.add_VariantServiceServicer_to_server(self._variants, server)
+        operations_pb2_grpc.add_OperationServiceServicer_to_server(self._operations, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         if options.reflection:
-            names = (GENERATE, VARIANTS, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            own = (GENERATE, VARIANTS, OPERATIONS)
+            names = (*own, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         where = f"{options.host}:{options.port}"
         try:
@@ -214,12 +222,16 @@ class ZenServer:
         if self._server is not None:
             await self._server.stop(_CLOSING_S)
         self._generate.close()
+        await asyncio.to_thread(self._observing.close)
         return finished
 
     def hasten(self) -> None:
         """Cuts short a `stop` that waits for requests; from any thread."""
         if self.worker is not None:
             threading.Thread(target=self.worker.stop, daemon=True).start()
+
+    def _snapshot(self) -> WorkerSnapshot | None:
+        return None if self.worker is None else self.worker.snapshot()
 
     def _http_server(self, models: Models) -> HttpServer | None:
         options = self._options
@@ -230,7 +242,7 @@ class ZenServer:
             models,
             self._tokenizers,
             enter=self._gate.enter,
-            metrics=self._metrics.text,
+            metrics=self._observing.metrics.text,
             live=lambda: self.worker is None or self.worker.alive,
             write_timeout_s=options.write_timeout_s,
         )

@@ -18,6 +18,7 @@ from server import (
     cli_cache,
     cli_eval,
     cli_merge,
+    cli_operations,
     cli_plan,
     cli_serve,
     cli_token,
@@ -200,6 +201,8 @@ def generate(
 app.command("serve", epilog=cli_serve.EXAMPLE)(cli_serve.serve)
 app.command("plan", epilog=cli_plan.EXAMPLE)(cli_plan.plan)
 app.command("eval", epilog=cli_eval.EXAMPLE)(cli_eval.evaluate)
+app.command("status", epilog="Example: zen status --address host:50051")(cli_operations.status)
+app.command("profile", epilog="Example: zen profile --seconds 10")(cli_operations.profile)
 
 
 @app.command(epilog="Example: zen client zen4-coder 'def ' --max-tokens 64 --temperature 0")
@@ -369,6 +372,7 @@ def bench_ttft(
 
 
 bench.command("cache", epilog=cli_cache.CACHE_EXAMPLE)(cli_cache.bench_cache)
+bench.command("access", epilog=cli_bench.ACCESS_EXAMPLE)(cli_bench.bench_access)
 bench.command("serve", epilog=cli_bench.SERVE_EXAMPLE)(cli_bench.bench_serve)
 bench.command("coldstart", epilog=cli_cache.COLD_EXAMPLE)(cli_cache.bench_coldstart)
 

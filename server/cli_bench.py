@@ -68,3 +68,22 @@ def bench_serve(
         products=products.value,
     )
     command.run(store, plan, address, out)
+
+
+ACCESS_EXAMPLE = "Example: zen bench access ./store --json access.json"
+
+
+def bench_access(
+    store: StorePath,
+    requests: Annotated[int, typer.Option(min=2, help="Timed of each server.")] = 300,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 128,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 32,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here too.")
+    ] = None,
+) -> None:
+    """A server with TLS, tokens, traces and metrics beside the same server without."""
+    from server.benchmark_access import AccessPlan
+    from server.commands import bench_access as command
+
+    command.run(store, AccessPlan(requests, prompt_tokens, answer_tokens), out)

@@ -15,6 +15,14 @@ from server import cache_options as keep
 from server import kv_options as kv
 from server.cli_types import Products, StorePath
 
+
+class LogFormat(StrEnum):
+    """How a line of log looks."""
+
+    text = "text"
+    json = "json"
+
+
 Host = Annotated[str, typer.Option(help="The address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
 HttpPort = Annotated[
@@ -62,6 +70,20 @@ Rounding = Annotated[
     Products,
     typer.Option(help="Activations at weights; bfloat16 reads prompts faster on a CPU."),
 ]
+Traces = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Send traces to an OpenTelemetry collector (OTLP over gRPC)."),
+]
+TraceShare = Annotated[
+    float, typer.Option(min=0, max=1, help="Of calls without a trace, those that begin one.")
+]
+ProfileFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Where `zen profile` may put recordings; else nowhere."),
+]
+Log = Annotated[
+    LogFormat, typer.Option("--log-format", help="How log lines look; json is one object a line.")
+]
 
 if TYPE_CHECKING:
     from server.tls import TlsFiles
@@ -99,24 +121,30 @@ def serve(
     kv_dtype: kv.Dtype = None,
     page_size: kv.PageSize = 32,
     prefix_cache: kv.PrefixCache = True,
+    traces: Traces = None,
+    trace_share: TraceShare = 1.0,
+    profiles: ProfileFolder = None,
+    log_format: Log = LogFormat.text,
 ) -> None:
     """Serve a store over gRPC until SIGTERM or Ctrl-C; what runs then may finish."""
     from server.commands import serve as command
     from server.serve_options import ServeOptions
 
     with by_option(ServeOptions):
-        finished = command.run(store, ServeOptions(**_settings(context.params)))
+        finished = command.run(store, ServeOptions(**_settings(context.params)), log_format.value)
     if not finished:
         raise typer.Exit(1)
 
 
+# What is no setting of the server.
+_OTHERS = ("store", "log_format")
 # Settings whose unit stands in their name.
 _SECONDS = ("half_life", "idle_after", "drain", "hang")
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
     """The fields of ServeOptions, from what was given by option."""
-    settings = {name: value for name, value in given.items() if name != "store"}
+    settings = {name: value for name, value in given.items() if name not in _OTHERS}
     paths = (settings.pop(name) for name in ("tls_cert", "tls_key", "tls_client_roots"))
     settings["tls"] = _tls(*paths)
     settings |= {f"{name}_s": settings.pop(name) for name in _SECONDS}

@@ -19,16 +19,12 @@ from typing import Any, Self, TypedDict, Unpack
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from server.client_access import Access
+from server.client_access import DEFAULT_ADDRESS, Access
 from server.client_retries import Refusal, Retries, Tries
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc, variants_pb2, variants_pb2_grpc
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
-# gRPC's ways to name a server other than by host and port.
-_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 # A time limit above it is none: 3 years, in seconds. gRPC cannot count much further.
 _LONGEST_S = 1e8
 _RETRIES, _OPEN = Retries(), Access()
@@ -233,11 +229,7 @@ class ZenClient:
             ValueError: no server can have this address, or `access` cannot be used.
         """
         self._retries, self._metadata = retries, access.metadata
-        credentials = access.credentials()
-        if credentials is None:
-            self._channel = grpc.insecure_channel(_checked(address))
-        else:
-            self._channel = grpc.secure_channel(_checked(address), credentials)
+        self._channel = access.channel(address)
         self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel).Generate
         self._variants = variants_pb2_grpc.VariantServiceStub(self._channel)
 
@@ -307,11 +299,7 @@ class AsyncZenClient:
             ValueError: no server can have this address, or `access` cannot be used.
         """
         self._retries, self._metadata = retries, access.metadata
-        credentials = access.credentials()
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(_checked(address))
-        else:
-            self._channel = grpc.aio.secure_channel(_checked(address), credentials)
+        self._channel = access.aio_channel(address)
         self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel).Generate
         self._variants = variants_pb2_grpc.VariantServiceStub(self._channel)
 
@@ -443,15 +431,3 @@ def _time_limit(timeout_s: Any) -> float | None:
     if not isinstance(timeout_s, int | float) or isnan(timeout_s) or timeout_s <= 0:
         raise ValueError(f"timeout_s is {shortened(timeout_s)}; expected seconds, more than 0")
     return None if timeout_s > _LONGEST_S else timeout_s
-
-
-def _checked(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    bare = ":" not in host or (host.startswith("[") and host.endswith("]"))
-    numbered = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
-    if not address.startswith(_SCHEMES) and not (host and bare and numbered):
-        raise ValueError(
-            f"the address is {shortened(address)}; expected host:port, such as {DEFAULT_ADDRESS}, "
-            "with a port from 1 to 65535"
-        )
-    return address

@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as shortened
 
 import grpc
 
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+# gRPC's ways to name a server other than by host and port.
+_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 # What may stand in a header.
 _HEADER = re.compile(r"[\x21-\x7e]+", re.ASCII)
 
@@ -59,3 +64,33 @@ class Access:
             return grpc.ssl_channel_credentials(self.roots.read_bytes(), *own)
         except OSError as error:
             raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+    def channel(self, address: str) -> grpc.Channel:
+        """A connection to `address`, host:port, made when the first call is.
+
+        Raises:
+            ValueError: no server can have this address, or a file cannot be read.
+        """
+        credentials, address = self.credentials(), _checked(address)
+        if credentials is None:
+            return grpc.insecure_channel(address)
+        return grpc.secure_channel(address, credentials)
+
+    def aio_channel(self, address: str) -> grpc.aio.Channel:
+        """The same for asyncio."""
+        credentials, address = self.credentials(), _checked(address)
+        if credentials is None:
+            return grpc.aio.insecure_channel(address)
+        return grpc.aio.secure_channel(address, credentials)
+
+
+def _checked(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    bare = ":" not in host or (host.startswith("[") and host.endswith("]"))
+    numbered = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
+    if not address.startswith(_SCHEMES) and not (host and bare and numbered):
+        raise ValueError(
+            f"the address is {shortened(address)}; expected host:port, such as {DEFAULT_ADDRESS}, "
+            "with a port from 1 to 65535"
+        )
+    return address

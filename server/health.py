@@ -1,7 +1,7 @@
 """grpc.health.v1: what lives, what takes requests, and each variant under a name of its own.
 
 live                        the process answers and its engine, if there is one, does its work
-(the empty name), GenerateService   requests are taken
+(the empty name), GenerateService, OperationService   requests are taken, the state can be asked
 zen.v1.VariantService       variants can be listed
 variants/NAME               requests for the variant NAME are taken, and it can be loaded as far
                             as is known
@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2
 from server.auth import Right, caller
 from server.router import Router
 from server.worker import Worker
-from zen.v1 import generate_pb2, variants_pb2
+from zen.v1 import generate_pb2, operations_pb2, variants_pb2
 from zen_jax.checkpoint.manifest import VariantCorrupt
 from zen_jax.checkpoint.store import Store
 
@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 LIVE = "live"
 GENERATE = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name
 VARIANTS = variants_pb2.DESCRIPTOR.services_by_name["VariantService"].full_name
+OPERATIONS = operations_pb2.DESCRIPTOR.services_by_name["OperationService"].full_name
 VARIANT_PREFIX = "variants/"
 
 _STATUS = health_pb2.HealthCheckResponse
@@ -67,17 +68,17 @@ class Health:
 
     async def started(self) -> None:
         """The port is open, and no engine is there yet."""
-        await self._set({LIVE: True, VARIANTS: True, "": False, GENERATE: False})
+        await self._set({LIVE: True, VARIANTS: True, "": False, GENERATE: False, OPERATIONS: False})
 
     async def ready(self) -> None:
         """Requests are taken."""
-        await self._set({"": True, GENERATE: True})
+        await self._set({"": True, GENERATE: True, OPERATIONS: True})
         await self.look(frozenset())
 
     async def dead(self) -> None:
         """The engine has died; only what needs none still works."""
         names = ("", GENERATE, LIVE, *self._told)
-        await self._set({name: name == VARIANTS for name in names})
+        await self._set({name: name in (VARIANTS, OPERATIONS) for name in names})
 
     async def stopping(self) -> None:
         """Everything is NOT_SERVING from here on."""

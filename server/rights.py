@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection
 
 from server import status
 from server.auth import ANYBODY, OPERATOR, Identity, NotAuthenticated, Right, Tokens
-from server.health import GENERATE, VARIANTS
+from server.health import GENERATE, OPERATIONS, VARIANTS
 
 # Anybody may ask whether the server lives.
 PUBLIC = None
@@ -25,6 +25,8 @@ METHODS: Mapping[str, Right | None] = MappingProxyType(
         f"/{VARIANTS}/LoadVariant": Right.operate,
         f"/{VARIANTS}/UnloadVariant": Right.operate,
         f"/{VARIANTS}/PinVariant": Right.operate,
+        f"/{OPERATIONS}/GetStatus": Right.observe,
+        f"/{OPERATIONS}/CaptureProfile": Right.operate,
         f"/{health.SERVICE_NAME}/Check": PUBLIC,
         f"/{health.SERVICE_NAME}/Watch": PUBLIC,
         f"/{health.SERVICE_NAME}/List": Right.list,

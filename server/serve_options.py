@@ -1,5 +1,6 @@
 """What can be chosen when a store is served."""
 
+import re
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 from server.inbox import InboxLimits
 from server.tls import TlsFiles
 from zen_jax.eviction import Policy
+
+_COLLECTOR = re.compile(r"https?://[^/\s]+/?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ class ServeOptions:
         kv_dtype: what keys and values are kept as, see `EngineConfig`; None takes activations'.
         page_size: positions of a page of the cache, a multiple of 16.
         prefix_cache: whether prompts that begin alike share pages.
+        traces: an OpenTelemetry collector's URL (OTLP over gRPC); None makes no traces.
+        trace_share: of the calls that belong to no trace yet, from 0 to 1, those that begin one.
+        profiles: the folder for recordings that operators ask for; None makes none.
     """
 
     host: str = "127.0.0.1"
@@ -74,6 +80,9 @@ class ServeOptions:
     kv_dtype: str | None = None
     page_size: int = 32
     prefix_cache: bool = True
+    traces: str | None = None
+    trace_share: float = 1.0
+    profiles: Path | None = None
 
     def __post_init__(self) -> None:
         counts = ("rows", "slots", "inbox", "inbox_tokens", "inbox_per_model", "devices")
@@ -94,7 +103,16 @@ class ServeOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected seconds")
         if self.products not in ("float32", "bfloat16"):
             raise ValueError(f"products is {self.products!r}; expected 'float32' or 'bfloat16'")
+        self._check_traces()
         self.policy()
+
+    def _check_traces(self) -> None:
+        if self.traces is not None and not _COLLECTOR.fullmatch(self.traces):
+            raise ValueError(
+                f"traces is {self.traces!r}; expected a URL such as http://localhost:4317"
+            )
+        if not 0 <= self.trace_share <= 1:
+            raise ValueError(f"trace_share is {self.trace_share}; expected 0 to 1")
 
     def policy(self) -> Policy:
         """Which variants stay in memory.

@@ -34,7 +34,15 @@ from server.incoming import (
 )
 from server.outgoing import Outgoing, model_info
 from server.quota import Quotas, QuotaSpent
-from server.records import REQUEST_ID, TRACEPARENT, CallRecord, Observer, usable_id
+from server.records import (
+    REQUEST_ID,
+    TRACEPARENT,
+    CallRecord,
+    Observer,
+    request_id,
+    usable_id,
+    usable_traceparent,
+)
 from server.requests import Draining, InboxFull, OnEvent, Request
 from server.router import InvalidModelName, Router, UnknownModel, can_be_name
 from server.status import StatusError
@@ -194,18 +202,14 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         Raises:
             StatusError: what the caller is told.
         """
-        identity, began = caller(), self._clock()
-        record = CallRecord(
-            headers.get(REQUEST_ID) or uuid.uuid4().hex,
-            identity.token,
-            identity.tenant,
-            headers.get(TRACEPARENT, ""),
-        )
+        record = self._record(headers)
+        request_id.set(record.id)
         try:
             with self._named(record):
                 await self._run(message, remaining_s, write, record, prepared, max_tokens)
         except StatusError as error:
             record.code = code_pb2.Code.Name(error.status.code)
+            record.fault = error.status.message if record.code == "INTERNAL" else ""
             raise
         except asyncio.CancelledError:
             record.code = "CANCELLED"
@@ -216,9 +220,23 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         else:
             record.code = "OK"
         finally:
-            record.seconds = self._clock() - began
+            record.seconds = self._clock() - record.began_s
             for observe in self._observers:
                 observe(record)
+
+    def _record(self, headers: Mapping[str, str]) -> CallRecord:
+        """Of a call that has just come."""
+        identity = caller()
+        name = headers.get(REQUEST_ID) or uuid.uuid4().hex
+        traceparent, trace_id = usable_traceparent(headers.get(TRACEPARENT, ""))
+        return CallRecord(
+            name if usable_id(name) else "",
+            identity.token,
+            identity.tenant,
+            traceparent,
+            trace_id,
+            began_s=self._clock(),
+        )
 
     @contextmanager
     def _named(self, record: CallRecord) -> Iterator[None]:
@@ -227,7 +245,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         Raises:
             StatusError: INVALID_ARGUMENT or ALREADY_EXISTS.
         """
-        if not usable_id(record.id):
+        if not record.id:
             raise invalid(REQUEST_ID, "is no id; expected 1 to 64 letters, digits and . _ -")
         key = record.tenant, record.id
         if key in self._ids:
@@ -340,6 +358,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         The worker is told of each sample that nobody waits for any more.
         """
         outgoing, began = Outgoing(requests, record.finishes.append), self._clock()
+        record.queued_s = began - record.began_s
         submitted: list[Request] = []
         try:
             for request in requests:

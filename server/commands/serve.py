@@ -8,14 +8,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from server import app, console
+from server.call_log import LogFormat, WithRequest, formatter
 from server.serve_options import ServeOptions
 from zen_jax.checkpoint.store import Store
 
 
-def run(path: Path, options: ServeOptions) -> bool:
+def run(path: Path, options: ServeOptions, log_format: LogFormat = "text") -> bool:
     """Serves; returns whether every request that was taken finished."""
     store = Store(path)
-    with logs_on_stderr(), ExitStack() as bar:
+    with logs_on_stderr(log_format), ExitStack() as bar:
         report = bar.enter_context(console.progress_bar("start"))
 
         def ready(server: app.ZenServer) -> None:
@@ -29,10 +30,11 @@ def run(path: Path, options: ServeOptions) -> bool:
 
 
 @contextmanager
-def logs_on_stderr() -> Iterator[None]:
+def logs_on_stderr(log_format: LogFormat = "text") -> Iterator[None]:
     """Shows what the project's own modules log; how others log is left to them."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(formatter(log_format))
+    handler.addFilter(WithRequest())
     loggers = [logging.getLogger(name) for name in ("server", "zen_jax")]
     before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:

@@ -29,7 +29,7 @@ from server.http.app import RIGHTS
 from server.serve_options import ServeOptions
 from server.status import StatusError
 from server.tls import TlsFileError, TlsFiles
-from zen.v1 import generate_pb2, variants_pb2
+from zen.v1 import generate_pb2, operations_pb2, variants_pb2
 from zen_jax.checkpoint.store import Store
 
 ONCE = Retries(attempts=1)
@@ -62,6 +62,7 @@ def every_method() -> set[str]:
     files = (
         generate_pb2.DESCRIPTOR,
         variants_pb2.DESCRIPTOR,
+        operations_pb2.DESCRIPTOR,
         health_pb2.DESCRIPTOR,
         reflection_pb2.DESCRIPTOR,
     )
@@ -78,7 +79,7 @@ def test_every_method_has_its_right_and_none_is_forgotten():
     public = {method for method, right in rights.METHODS.items() if right is rights.PUBLIC}
     assert public == {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
     operated = {m.rsplit("/")[-1] for m, r in rights.METHODS.items() if r is Right.operate}
-    assert operated == {"LoadVariant", "UnloadVariant", "PinVariant"}
+    assert operated == {"LoadVariant", "UnloadVariant", "PinVariant", "CaptureProfile"}
 
 
 def test_a_method_that_nobody_thought_of_is_nobodys(tokens):

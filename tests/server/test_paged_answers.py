@@ -15,6 +15,7 @@ from server.worker import Worker
 from zen_jax.checkpoint.load import bank_schema, read_base
 from zen_jax.checkpoint.store import Store
 from zen_jax.engine import Engine, EngineConfig
+from zen_jax.pages import NO_PAGE
 from zen_jax.sampling import SamplingParams
 
 LENGTH, COUNT = 192, 100
@@ -143,3 +144,71 @@ def test_mixed_requests_have_the_tokens_of_fixed_rows_and_leave_no_page(
     assert engines[True].compiles == compiled, "nothing compiles meanwhile"
     for calls in (plain, paged):
         calls.worker.stop()
+
+
+def between_two(store: Store, count: int, seed: int) -> list[Request]:
+    """Requests of two tenants that ask for the same on purpose, each of its own variants."""
+    draw = random.Random(seed)
+    prompts = [tuple(draw.randrange(64, 128) for _ in range(size)) for size in (18, 40, 70, 130)]
+    own = {"one": ("a", "c"), "two": ("b", "c")}
+    made: list[Request] = []
+    for i in range(count):
+        tenant, prompt = draw.choice(("one", "two")), draw.choice(prompts)
+        prompt = prompt[: draw.choice((len(prompt), draw.randint(1, len(prompt))))]
+        letter = draw.choice((*own[tenant], None))
+        variant = None if letter is None else store.variant(f"tiny-{letter}")
+        sampling = SamplingParams(max_tokens=draw.choice((1, 3, 8)), ignore_eos=True)
+        made.append(Request(f"{tenant}/{i}", variant, prompt, sampling, 0, None, 0, 0, tenant))
+    return made
+
+
+def test_two_tenants_who_ask_the_same_share_neither_page_nor_token(
+    tiny_store: Path, engines: dict[bool, Engine], fake: Any, scale: int
+) -> None:
+    count = 500 if scale == 1 else 10_000
+    store, draw = Store(tiny_store), random.Random(7)
+    requests = between_two(store, count, 3)
+    alike = list(dict.fromkeys((request.variant, request.token_ids) for request in requests))
+    plain = Calls(store, engines[False], False, fake)
+    truth: dict[Any, list[int]] = {}
+    most = SamplingParams(max_tokens=8, ignore_eos=True)
+    for number, (variant, prompt) in enumerate(alike):
+        plain.submit(Request(f"t{number}", variant, prompt, most, 0, None, 0, 0, ""))
+    plain.end()
+    for number, key in enumerate(alike):
+        truth[key] = plain.callers[f"t{number}"].tokens
+    paged = Calls(store, engines[True], True, fake)
+    owners: dict[bytes, str] = {}
+    waiting = list(requests)
+    while waiting or paged.running:
+        for _ in range(draw.choice((0, 1, 2, 4))):
+            if waiting and len(paged.running) < 24:
+                paged.submit(waiting.pop(0))
+        paged.worker.tick(0.001)
+        no_page_is_of_two(paged.worker, owners)
+    found: Counter[str] = Counter()
+    for request in requests:
+        caller = paged.callers[request.id]
+        want = truth[request.variant, request.token_ids]
+        assert caller.tokens == want[: len(caller.tokens)] and caller.tokens, request.id
+        found[request.tenant] += caller.events[-1].finish.cached_tokens > 0
+    assert min(found["one"], found["two"]) > count / 20, found
+    for calls in (plain, paged):
+        calls.worker.stop()
+
+
+def no_page_is_of_two(worker: Worker, owners: dict[bytes, str]) -> None:
+    """Whoever holds a page, or held it first under the key that it is kept by, is of one tenant.
+
+    Args:
+        owners: by key; kept from call to call.
+    """
+    holders: dict[int, str] = {}
+    pool = worker._plan.pages
+    for job in worker._plan.jobs.values():
+        for page in job.pages:
+            if page == NO_PAGE:
+                continue
+            tenant, key = job.request.tenant, pool._key_of.get(page)
+            assert holders.setdefault(page, tenant) == tenant
+            assert key is None or owners.setdefault(key, tenant) == tenant

@@ -1,0 +1,41 @@
+"""`zen bench access`: what TLS, tokens, traces and metrics cost, as a table and as JSON."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from server import console
+from server.benchmark_access import AccessPlan, bench_access
+
+
+def run(store: Path, plan: AccessPlan, out: Path | None) -> None:
+    """Measures and prints a table; writes the figures to a file as well.
+
+    Raises:
+      ValueError: there is no store, or requests do not fit the model.
+      OSError: the file cannot be written.
+    """
+    figures = console.measured(out, lambda report: bench_access(store, plan, report))
+    _print(figures, plan)
+
+
+def _print(figures: dict[str, Any], plan: AccessPlan) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("server")
+    for title in ("P50 TTFT ms", "P99 TTFT ms", "P50 TPOT ms", "P99 TPOT ms"):
+        table.add_column(title, justify="right")
+    for name, row in figures["servers"].items():
+        table.add_row(name, *(f"{value:.3f}" for value in row.values()))
+    console.stdout().print(table)
+    over = figures["over_plain"]
+    shares = (
+        f"{name.upper()} {over[name]:.3f} ({over[f'{name}_low']:.3f} to {over[f'{name}_high']:.3f})"
+        for name in ("ttft", "tpot")
+    )
+    console.say(
+        f"{figures['device']}; guarded over plain, by medians: {', '.join(shares)}. "
+        f"{plan.requests} requests each, {plan.prompt_tokens} tokens in and "
+        f"{plan.answer_tokens} out, one at a time; {figures['spans']} spans were collected."
+    )
