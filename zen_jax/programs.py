@@ -5,8 +5,10 @@ while serving is a program that was not asked for before, and the count shows it
 """
 
 import hashlib
+import logging
 import os
 import platform
+import stat
 import warnings
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 
@@ -90,7 +94,9 @@ class Programs:
 def keep_compiled(folder: Path | None = None) -> Path | None:
     """Keeps what is compiled on disk from now on, so that the next start compiles nothing.
 
-    Does nothing when JAX was told of a folder already, or where the folder cannot be written.
+    Does nothing when JAX was told of a folder already, or where the folder cannot be written. What
+    is kept is run as it is, so neither is a folder used that others could write: programs are
+    compiled anew then, and the log says why.
 
     Args:
       folder: None takes zen-jax/compiled in the user's cache folder, one for each kind of
@@ -105,14 +111,31 @@ def keep_compiled(folder: Path | None = None) -> Path | None:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         folder = Path(caches) / "zen-jax" / "compiled" / _processor()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        wrong = _not_ours(folder)
     except OSError:
         return None
     if not os.access(folder, os.W_OK | os.X_OK):
         return None
+    if wrong is not None:
+        _log.warning("%s can be written by others: no compiled program is kept", wrong)
+        return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return folder
+
+
+def _not_ours(folder: Path) -> Path | None:
+    """The folder, or one above it, through which others could exchange its files; None if none."""
+    folder = folder.resolve()
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return folder
+    for above in folder.parents:
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # sticky: only owners move things
+            return above
+    return None
 
 
 def _processor() -> str:

@@ -75,6 +75,7 @@ def test_compiled_programs_are_kept_in_the_users_cache(
     folder = keep_compiled()
     assert folder is not None and folder.parent == tmp_path / "zen-jax" / "compiled"
     assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert folder.stat().st_mode & 0o077 == 0
     assert keep_compiled(tmp_path / "other") == folder, "what was chosen stands"
 
 
@@ -87,3 +88,23 @@ def test_nothing_is_kept_where_nothing_can_be_written(
     monkeypatch.setattr(os, "access", lambda *what: False)
     assert keep_compiled(tmp_path / "read-only") is None
     assert jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.mark.parametrize(("which", "mode"), [(".", 0o770), (".", 0o702), ("..", 0o777)])
+def test_nothing_is_kept_where_others_can_write(
+    unset: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, which: str, mode: int
+) -> None:
+    folder = tmp_path / "caches" / "compiled"
+    folder.mkdir(parents=True)
+    (folder / which).chmod(mode)
+    assert keep_compiled(folder) is None and "can be written by others" in caplog.text
+    (folder / which).chmod(0o1777 if which == ".." else 0o700)  # of a sticky folder nothing moves
+    assert keep_compiled(folder) == folder
+
+
+def test_nothing_is_kept_in_anothers_folder(
+    unset: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert keep_compiled(tmp_path) is None
