@@ -57,7 +57,6 @@ class Problem:
         self.scale = self.rng.uniform(5e-4, 5e-3, (variants, 1, outputs)).astype(np.float32)
         bits = jnp.asarray(pack_signs(self.signs))
         self.bank = mosaic.to_kernel_order(bits, jnp.asarray(self.scale), self.w)
-        self.padded = mosaic.pad_weight(self.w)
 
     def rows(self, count: int) -> Any:
         """Rows with a mean, in bfloat16."""
@@ -87,7 +86,7 @@ def numbers(outputs: int, inputs: int, seed: int, interpret: Any = None, prompt:
     from pallas_kernels.bitdelta_matmul import mosaic
 
     of = Problem(outputs, inputs, 5, seed)
-    args = (of.padded, of.bank)
+    args = (of.w, of.bank)
     found = []
 
     def check(name: str, run: Callable[[], Any], x: Any, slots: Any, allowed: float) -> None:
@@ -161,14 +160,13 @@ def times(outputs: int, inputs: int, name: str) -> list[dict[str, Any]]:
     weights, banks = [], []
     for _ in range(copies):
         w = 0.02 * jax.random.normal(next(keys), (outputs, inputs), jnp.bfloat16)
-        weights.append(mosaic.pad_weight(w))
+        weights.append(w)
         shape = (VARIANTS, 1, high // layout.ROWS, wide // layout.COLUMNS, layout.WORDS)
         words = jax.random.bits(next(keys), shape, jnp.uint32)
         scale = jnp.full((VARIANTS, 1, outputs), 1e-3, jnp.float32)
         banks.append(mosaic.KernelBank(words, scale, jnp.ones(VARIANTS, bool)))
     x = jax.random.normal(next(keys), (ROWS, inputs), jnp.bfloat16)
     prompt = jax.random.normal(next(keys), (PROMPT, inputs), jnp.bfloat16)
-    short = weights[0].shape[1] - inputs
     of_w = 2.0 * outputs * inputs
     found = []
 
@@ -180,7 +178,6 @@ def times(outputs: int, inputs: int, name: str) -> list[dict[str, Any]]:
         found.append(row)
 
     def base(x: jax.Array, w: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, short)))
         return jnp.dot(x, w.T, preferred_element_type=jnp.float32)
 
     alone = seconds(base, [(x, w) for w in weights])

@@ -15,9 +15,8 @@ from pallas_kernels.bitdelta_matmul import mosaic_layout as layout
 from pallas_kernels.bitdelta_matmul import mosaic_plan, mosaic_rows, mosaic_tiles
 from pallas_kernels.bitdelta_matmul.bank import KernelBank
 from pallas_kernels.bitdelta_matmul.mosaic_plan import MOST_ROWS, Plan
-from pallas_kernels.bitdelta_matmul.mosaic_rows import pad_weight
 
-__all__ = ["KernelBank", "Plan", "from_kernel_order", "pad_weight", "to_kernel_order"]
+__all__ = ["KernelBank", "Plan", "from_kernel_order", "to_kernel_order"]
 
 # A scale of so many spacings of the weight survives being added to it in bfloat16.
 SPACINGS = 4
@@ -65,7 +64,7 @@ def bitdelta_matmul(
 
     Args:
       x: float[T, I].
-      w: bfloat16[O, I], best padded at load by `pad_weight`.
+      w: bfloat16[O, I].
       bank: from `to_kernel_order`.
       slot: int32[]; one outside 0..M-1 reads as the base.
       interpret: parameters of the interpreter; compiled when not given.
@@ -107,7 +106,7 @@ def bitdelta_matmul_mixed(
 
     Args:
       x: float[B, I].
-      w: bfloat16[O, I], best padded at load by `pad_weight`.
+      w: bfloat16[O, I].
       bank: from `to_kernel_order`.
       slots: int32[B]; one outside 0..M-1 reads as the base.
       planned: `plan` of the slots, for up to 64 rows; made here when not given.
@@ -140,7 +139,7 @@ def bitdelta_matmul_segments(
 
     Args:
       x: float[T, I].
-      w: bfloat16[O, I], best padded at load by `pad_weight`.
+      w: bfloat16[O, I].
       bank: from `to_kernel_order`.
       slots: int32[S]; one outside 0..M-1 reads as the base.
       ends: int32[S], ascending; rows from one end to the next are the next segment's. Rows beyond

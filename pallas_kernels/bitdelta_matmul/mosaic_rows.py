@@ -90,7 +90,7 @@ class _Shape:
     rows: int
     high: int  # blocks of output rows
     wide: int  # blocks of inputs
-    columns: int  # inputs of the weight as it lies, a multiple of 128
+    columns: int  # inputs of the weight as it lies
     entries: int
     widths: tuple[int, ...]  # numbers of rows that an entry may have
     tuning: RowsTuning
@@ -122,7 +122,7 @@ class _Warpgroup:
         self.block = jax.lax.axis_index("block") * WARPGROUPS + self.own
         self.rows = pl.ds(self.block * layout.ROWS, layout.ROWS)
         first = self.split * (shape.chunks * shape.steps)
-        left = shape.columns // layout.COLUMNS - first
+        left = -(-shape.columns // layout.COLUMNS) - first
         self.weight_steps = jnp.clip(left, 0, shape.chunks * shape.steps)
         self.interpreted = "tile" in scratch
         self.masks = []
@@ -370,7 +370,7 @@ def rows_matmul(
 
     Args:
       x: float[B, I], multiplied in bfloat16.
-      w: bfloat16[O, I]; padded at load to multiples of 128, or here at each call.
+      w: bfloat16[O, I]; see `readable`.
       words: uint32[M, levels, H, W, 256], from `to_kernel_order`.
       scale: float32[M, levels, O].
       planned: from `plan`.
@@ -393,7 +393,7 @@ def rows_matmul(
     # Rows that fill up have a place in the order too, but belong to nobody and are left out after.
     x = x.astype(jnp.bfloat16) if one else x.astype(jnp.bfloat16)[planned.order]
     x = jnp.pad(x, ((0, rows - x.shape[0]), (0, wide * layout.COLUMNS - x.shape[1])))
-    w = pad_weight(w)
+    w = readable(w, interpret)
     scale = jnp.pad(scale, ((0, 0), (0, 0), (0, high * layout.ROWS - outputs)))
     count, widths = planned.entries.shape[1], widths_of(rows, one)
     shape = _Shape(rows, high, wide, w.shape[1], count, widths, tuning)
@@ -419,12 +419,20 @@ def corrections(x: jax.Array, chunk: int) -> jax.Array:
     return jnp.pad(sums, ((0, 0), (0, MOST_ROWS - rows)))
 
 
-def pad_weight(w: jax.Array) -> jax.Array:
-    """A weight as the kernels take it: bfloat16, multiples of 128 outputs and inputs.
+def readable(w: jax.Array, interpret: Any = None) -> jax.Array:
+    """A weight as the kernels' copies take it: bfloat16, and as it lies wherever that is possible.
 
-    At load this is done once; a weight that has these sizes passes as it is.
+    A tile that reaches beyond a weight is filled up with zeros by the copy itself (Pallas'
+    `OOBFillMode.ZEROS`), so that a weight needs no padding. Padded, which copies it, are weights
+    whose rows are no multiple of 16 bytes, and all in an interpreter that reads nothing there.
+
+    Args:
+      w: float[O, I].
+      interpret: parameters of the interpreter; None: compiled.
     """
-    outputs, columns = w.shape
     w = w.astype(jnp.bfloat16)
-    short = (-outputs % layout.PADDED_ROWS, -columns % layout.COLUMNS)
-    return jnp.pad(w, ((0, short[0]), (0, short[1]))) if any(short) else w
+    aligned = w.shape[1] * w.dtype.itemsize % 16 == 0
+    if aligned and (interpret is None or interpret.out_of_bounds_reads != "raise"):
+        return w
+    rows, columns = -w.shape[0] % layout.PADDED_ROWS, -w.shape[1] % layout.COLUMNS
+    return jnp.pad(w, ((0, rows), (0, columns))) if rows or columns else w

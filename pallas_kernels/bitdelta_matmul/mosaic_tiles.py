@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.bitdelta_matmul import mosaic_layout as layout
 from pallas_kernels.bitdelta_matmul import mosaic_unpack
-from pallas_kernels.bitdelta_matmul.mosaic_rows import TILED, pad_weight
+from pallas_kernels.bitdelta_matmul.mosaic_rows import TILED, readable
 
 WARPGROUPS = 2
 HIGH = WARPGROUPS * layout.ROWS  # output rows of a program
@@ -218,7 +218,7 @@ def tiles_matmul(
 
     Args:
       x: float[T, I], T a multiple of the tuning's rows; multiplied in bfloat16.
-      w: bfloat16[O, I]; padded at load to multiples of 128, or here at each call.
+      w: bfloat16[O, I]; see `mosaic_rows.readable`.
       words: uint32[M, levels, H, W, 256], from `to_kernel_order`.
       scale: float32[M, levels, O]; used in bfloat16.
       slots: int32[T / rows], a tile's variant; one outside 0..M-1 reads as the base.
@@ -233,8 +233,9 @@ def tiles_matmul(
     if rows % tuning.rows:
         raise ValueError(f"{rows} rows; expected a multiple of a tile's {tuning.rows}: pad them")
     variants, levels, high, _, _ = words.shape
-    w = pad_weight(w)
-    x = jnp.pad(x.astype(jnp.bfloat16), ((0, 0), (0, w.shape[1] - x.shape[1])))
+    w = readable(w, interpret)
+    wide = layout.padded(w.shape[1], layout.COLUMNS)
+    x = jnp.pad(x.astype(jnp.bfloat16), ((0, 0), (0, wide - x.shape[1])))
     valid = (slots >= 0) & (slots < variants)
     # One more variant, of no scale, for the base.
     minus = jax.lax.bitcast_convert_type(-scale.astype(jnp.bfloat16), jnp.uint16)
@@ -242,7 +243,7 @@ def tiles_matmul(
     short = high * layout.ROWS - outputs
     minus = jnp.pad(minus, ((0, 1), (0, 0), (0, short)), constant_values=jnp.uint32(_NOTHING))
     shape = _Shape(
-        rows, w.shape[0], variants, w.shape[1] // layout.COLUMNS, levels, reconstruct, tuning
+        rows, high * layout.ROWS, variants, wide // layout.COLUMNS, levels, reconstruct, tuning
     )
     slots = jnp.where(valid, slots, variants).astype(jnp.int32)
     y = _kernel(shape, interpret)(x, w, words, minus, slots)
