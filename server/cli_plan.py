@@ -40,6 +40,13 @@ def plan(
         BaseDtype.bfloat16
     ),
     kv_dtype: Annotated[KvDtype, typer.Option(help="Of keys and values.")] = KvDtype.bfloat16,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile for such cards, of which none is needed.")
+    ] = False,
+    layers: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Depths to compile, again for more; else 2, 3 and 4."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Figures, and a picture beside.")
     ] = None,
@@ -47,6 +54,7 @@ def plan(
     """Will it fit, and how fast could it be; status 1 when it does not fit."""
     from server.commands import plan as command
     from zen_jax.plan.chips import parse_chips
+    from zen_jax.plan.compiled import LAYERS
     from zen_jax.plan.models import read_model
     from zen_jax.plan.report import Request
 
@@ -63,5 +71,6 @@ def plan(
         base_dtype=base_dtype.value,
         kv_dtype=kv_dtype.value,
     )
-    if not command.run(request, out):
+    depths = sorted({*(layers or LAYERS)}) if compiled else []
+    if not command.run(request, out, depths):
         raise typer.Exit(1)

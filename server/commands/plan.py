@@ -1,6 +1,7 @@
 """`zen plan`: bytes, collectives and predicted times of a family on some cards."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from server import console
-from zen_jax.plan.report import Request, make_plan, most_variants
+from zen_jax.plan import compiled
+from zen_jax.plan.report import Request, make_plan, most_variants, with_compiled
 
 _HELD = {
     "weights": "base",
@@ -20,21 +22,38 @@ _HELD = {
 _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red")
 
 
-def run(request: Request, out: Path | None) -> bool:
+def run(request: Request, out: Path | None, layers: Sequence[int] = ()) -> bool:
     """Prints a plan, and writes its figures and a picture; returns whether it fits.
 
+    Args:
+      request: what is planned.
+      out: where the figures go, and a picture beside them.
+      layers: depths in which the programs are compiled; none compiles nothing.
+
     Raises:
-      ValueError: something cannot be planned for, or the picture needs matplotlib.
+      ValueError: something cannot be planned for, the compiler is not installed or failed, or the
+        picture needs matplotlib.
       OSError: a file cannot be written.
     """
     if out is not None:
         out.touch()
     figures = make_plan(request)
+    if layers:
+        figures = with_compiled(figures, request, _compile(request, layers))
     _print(request, figures)
     if out is not None:
         out.write_text(json.dumps(figures, indent=2) + "\n")
         draw(figures, out.with_suffix(".png"))
     return figures["per_device"]["headroom"] >= 0
+
+
+def _compile(request: Request, layers: Sequence[int]) -> list[dict[str, Any]]:
+    if not request.chip.ordered or request.base_dtype != "bfloat16" or not request.variants:
+        raise ValueError("--compile is for variants of a bfloat16 base on H100 or H200")
+    lay = request.layout
+    which = [(name, depth) for name in compiled.programs(lay) for depth in layers]
+    with console.progress_bar("compile") as report:
+        return compiled.compile_in_process(lay, which, report)
 
 
 def _print(request: Request, figures: dict[str, Any]) -> None:
@@ -73,8 +92,25 @@ def _print(request: Request, figures: dict[str, Any]) -> None:
         console.say(
             f"It fits. Without a bound on rows there is room for {held['kv_tokens']:,} tokens."
         )
+    if "compiled" in figures:
+        _print_compiled(figures)
     for line in figures["assumptions"]:
         console.say(f"- {line}")
+
+
+def _print_compiled(figures: dict[str, Any]) -> None:
+    head = ("compiled", "arguments", "temporaries", "fused kernels", "sums", "gathers", "copies")
+    table = Table(*head, box=SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, one in figures["compiled"]["programs"].items():
+        sizes = (f"{one[part]:,}" for part in ("argument_bytes", "temp_bytes", "kernels"))
+        sent = (str(one["collectives"].get(k, [0])[0]) for k in ("all-reduce", "all-gather"))
+        table.add_row(name, *sizes, *sent, str(len(one["copies"])))
+    console.stdout().print(table)
+    for one in figures["compiled"]["programs"].values():
+        for line in one["copies"]:
+            console.say(f"copied: {line}")
 
 
 def _print_times(figures: dict[str, Any]) -> None:

@@ -120,6 +120,29 @@ def _bank_bytes(config: ModelConfig, variants: int, ordered: bool) -> int:
     return total
 
 
+def kernel_arrays(lay: Layout) -> set[tuple[str, int]]:
+    """The large arrays of one card that a step must not copy: dtype as XLA writes it, and elements.
+
+    Weights, their signs in the Hopper kernels' order, and a layer's keys.
+    """
+    found: set[tuple[str, int]] = set()
+
+    def add(spec: ParamSpec) -> None:
+        if spec.kind == "vector":
+            return
+        outputs, inputs = math.prod(spec.shape[:-1]), spec.shape[-1]
+        found.add(("bf16", outputs * inputs))
+        high = layout.padded(outputs, layout.PADDED_ROWS)
+        wide = layout.padded(inputs, layout.PADDED_COLUMNS)
+        found.add(("u32", lay.variants * high * wide // 32))
+
+    map_specs(add, dataclasses.replace(lay.share, num_layers=1, windows=()))
+    sizes, share = lay.sizes, lay.share
+    kept = {"bfloat16": "bf16", "float32": "f32", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
+    numbers = sizes.all_pages * sizes.page_size * share.num_kv_heads * share.head_dim
+    return found | {(kept[sizes.held_as], numbers)}
+
+
 def kv_bytes(lay: Layout) -> int:
     """Bytes of all pages on one card."""
     return lay.sizes.all_pages * page_bytes(lay.share, lay.sizes.page_size, lay.sizes.held_as)

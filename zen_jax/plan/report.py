@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from zen_jax.config import ModelConfig
 from zen_jax.engine_state import EngineConfig
 from zen_jax.kv_cache import page_bytes
-from zen_jax.plan import memory, roofline
+from zen_jax.plan import compiled, memory, roofline
 from zen_jax.plan.chips import Chip
 from zen_jax.plan.memory import Layout
 
@@ -104,6 +105,54 @@ def make_plan(request: Request) -> dict[str, Any]:
         "assumptions": assumptions(request),
     }
     return figures
+
+
+def with_compiled(
+    figures: dict[str, Any], request: Request, points: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """A plan's figures with those of the compiled programs in the place of estimates.
+
+    Args:
+      figures: of `make_plan`.
+      request: the plan's.
+      points: of `zen_jax.plan.compiled`, each program at several depths.
+    """
+    lay = request.layout
+    names = list(dict.fromkeys(point["program"] for point in points))
+    made = {
+        name: compiled.at_depth(
+            [point for point in points if point["program"] == name], lay.config.num_layers
+        )
+        for name in names
+    }
+    held = {name: figures["per_device"][name] for name in ("weights", "bank", "kv", "state")}
+    temp = max(one["temp_bytes"] + one["output_bytes"] for one in made.values())
+    decode = made[compiled.DECODE]
+    sums = decode["collectives"].get("all-reduce", [0, 0])
+    gathers = decode["collectives"].get("all-gather", [0, 0])
+    layers = sorted({point["layers"] for point in points})
+    said = (
+        f"temporaries, collectives, kernels and copies are those of programs that XLA compiled for "
+        f"{request.count} H100 with {', '.join(map(str, layers))} layers; "
+        + (
+            f"the figures of {lay.config.num_layers} follow on the line through two of them, which "
+            f"the others miss by {max(one['off'] for one in made.values()):,} bytes at most"
+            if lay.config.num_layers not in layers
+            else "all layers were compiled"
+        )
+    )
+    return figures | {
+        "per_device": per_device(request, {**held, "temp": temp}),
+        "collectives": {
+            "all_reduce": sums[0],
+            "all_gather": gathers[0],
+            "all_reduce_bytes": sums[1],
+            "all_gather_bytes": gathers[1],
+        },
+        "compile_s": round(sum(point["seconds"] for point in points), 1),
+        "compiled": {"layers": layers, "programs": made},
+        "assumptions": [*figures["assumptions"][:-1], said],
+    }
 
 
 def per_device(request: Request, held: dict[str, int]) -> dict[str, Any]:
