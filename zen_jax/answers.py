@@ -1,6 +1,7 @@
 """Prompts answered in one process, each in a row of an engine."""
 
 import dataclasses
+import secrets
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from zen_jax.engine import Engine
 from zen_jax.engine_state import Chunk, DecodeState
 from zen_jax.logprobs import Fetched
 from zen_jax.sampling import SamplingParams, TokenLogprobs
+from zen_jax.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,60 @@ class Answer:
             tuple(self.logprobs),
             tuple(self.prompt_logprobs),
         )
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
+    """Makes sure that prompts of tokens fit, with an answer of one token at least.
+
+    Raises:
+      ValueError: one is empty or too long.
+    """
+    for prompt in prompts:
+        if not 1 <= len(prompt) < max_length:
+            raise ValueError(f"a prompt has {len(prompt)} tokens; expected 1 to {max_length - 1}")
+
+
+def answer_prompts(
+    engine: Engine,
+    bank: DeltaBank,
+    slot: int,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+) -> list[list[Generation]]:
+    """All samples of each prompt's answer, as many at once as the engine has rows.
+
+    Args:
+      engine: its rows are all used.
+      bank: the resident variants.
+      slot: whose answers they are, -1 for the base.
+      tokenizer: of that model.
+      prompts: tokens.
+      sampling: validated; without a seed one is drawn for each prompt.
+
+    Raises:
+      ValueError: a prompt is empty or too long.
+    """
+    longest = engine.sizes.max_length
+    check_prompts(prompts, longest)
+    own = frozenset() if sampling.ignore_eos else tokenizer.eos_ids
+    ends = own | set(sampling.stop_token_ids)
+
+    def begin(prompt: list[int], seed: int, sample: int) -> Answer:
+        text = AnswerText(tokenizer, sampling.stop, sampling.min_tokens)
+        limit = min(sampling.max_tokens, longest - len(prompt))
+        return Answer(prompt, sampling, seed, sample, ends, limit, text)
+
+    answers = [
+        [begin(prompt, seed, sample) for sample in range(sampling.n)]
+        for prompt, seed in ((prompt, _seed(sampling)) for prompt in prompts)
+    ]
+    answer_all(engine, bank, slot, [answer for samples in answers for answer in samples])
+    return [[answer.generation() for answer in samples] for samples in answers]
+
+
+def _seed(sampling: SamplingParams) -> int:
+    return secrets.randbits(64) if sampling.seed is None else sampling.seed
 
 
 def answer_all(engine: Engine, bank: DeltaBank, slot: int, answers: Sequence[Answer]) -> None:

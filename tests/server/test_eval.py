@@ -92,7 +92,7 @@ def _other_shape(folder: Path, like: Path) -> Path:
         (("--text", "EMPTY"), "is empty; expected text"),
         (("--tasks", "EMPTY"), "is empty; expected lines"),
         (("--tasks", "TEXT"), "line 1 is no JSON"),
-        ((), "nothing to ask; give --text, --tasks, --skill or --gym"),
+        ((), "nothing to ask; give --text, --tasks, --skill, --gym or --human-eval"),
         (("--skill", "nope"), "no skill is called 'nope'"),
         (("--text", "TEXT", "--model", "STORE:nobody"), "nobody"),
         (("--text", "TEXT", "--option", "nope"), "no option is called nope; there are base"),

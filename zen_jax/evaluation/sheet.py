@@ -26,15 +26,16 @@ class Sheet:
     batch: int
 
     @classmethod
-    def of_examples(cls, examples: Sequence[Example], batch: int) -> "Sheet":
-        """From (prompt, answer) token ids; the answers count.
+    def of_examples(cls, examples: Sequence[Example], batch: int, length: int = 16) -> "Sheet":
+        """From (prompt, answer) token ids; the answers count. Rows are padded to a multiple of 16,
+        and to `length` at least.
 
         Raises:
           ValueError: there are none, or one has an empty prompt.
         """
         if not examples or not all(prompt for prompt, _ in examples):
             raise ValueError("expected at least one example, each with a prompt")
-        length = max(len(prompt) + len(answer) for prompt, answer in examples)
+        length = max(length, *(len(prompt) + len(answer) for prompt, answer in examples))
         tokens = np.zeros((len(examples), -(-length // 16) * 16), np.int32)
         counted = np.zeros((len(examples), tokens.shape[1] - 1), bool)
         for row, (prompt, answer) in enumerate(examples):
