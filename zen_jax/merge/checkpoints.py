@@ -8,6 +8,7 @@ The result gets its name by one rename, when all of it is on disk. Inputs are on
 import contextlib
 import dataclasses
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -118,6 +119,7 @@ def merge_checkpoints(
         report["notes"] += _unmoved(job, tensors)
         _put(report, job, pairing, draft, journal, target)
         shutil.rmtree(work)
+    _sweep(target.out)
     return Outcome(target.out, report, target.report, resumed)
 
 
@@ -213,6 +215,13 @@ def _held(work: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _sweep(out: Path) -> None:
+    """Removes what other merges left that were to get this place, which is taken now."""
+    for work in out.parent.glob(f".{glob.escape(out.name)}.merge-*"):
+        with contextlib.suppress(ValueError, OSError), _held(work):
+            shutil.rmtree(work)
 
 
 # ---- the tensors

@@ -141,7 +141,7 @@ def test_killed_at_random_moments_it_ends_as_if_it_had_not_been(
 def test_work_that_is_damaged_is_done_again(family, tmp_path, monkeypatch) -> None:
     """A run that stops half-way is gone on with, but for tensors that are not as they should be."""
     from zen_jax.merge import checkpoints
-    from zen_jax.merge.checkpoints import Target, merge_checkpoints
+    from zen_jax.merge.checkpoints import Target, _held, merge_checkpoints
     from zen_jax.merge.folding import Mean
     from zen_jax.merge.pairing import Policies
     from zen_jax.merge.sources import open_member
@@ -179,8 +179,12 @@ def test_work_that_is_damaged_is_done_again(family, tmp_path, monkeypatch) -> No
     # Another merge to the same place neither uses nor removes it.
     other = Job(job.base, job.models[:1], Mean())
     merge_checkpoints(other, Policies(), Target(tmp_path / "other"))
-    outcome = merge_checkpoints(job, Policies(), target)
+    stale, held = (tmp_path / f".out.merge-{name}" for name in ("stale", "held"))
+    stale.mkdir()
+    with _held(held):
+        outcome = merge_checkpoints(job, Policies(), target)
     assert outcome.resumed == 5
+    assert held.exists() and not stale.exists(), "what was to get a place that is taken"
     merge_checkpoints(job, Policies(), Target(tmp_path / "whole"))
     whole = (tmp_path / "whole/model.safetensors").read_bytes()
     assert (tmp_path / "out/model.safetensors").read_bytes() == whole
