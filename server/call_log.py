@@ -6,6 +6,8 @@ A line holds what `server.records.CallRecord` does: neither prompt nor answer no
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pythonjsonlogger.json import JsonFormatter
@@ -16,16 +18,16 @@ type LogFormat = Literal["text", "json"]
 
 _log = logging.getLogger(__name__)
 
-_JSON_FIELDS = "{asctime}{levelname}{name}{message}"
-_NAMES = {"asctime": "time", "levelname": "level", "name": "logger"}
+_SELDOM_S = 60.0
+
+_JSON_FIELDS = "{levelname}{name}{message}"
+_NAMES = {"levelname": "level", "name": "logger"}
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def log_call(record: CallRecord) -> None:
     """Logs a call that is over, as an observer of calls."""
-    fields = _fields(record)
-    words = " ".join(f"{name}={value}" for name, value in fields.items())
-    _log.info("%s", words, extra={"call": fields, "request_id": record.id})
+    _log.info("call ended", extra={"call": _fields(record), "request_id": record.id})
 
 
 def _fields(record: CallRecord) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def _fields(record: CallRecord) -> dict[str, Any]:
         "request_id": record.id,
         "code": record.code,
         "model": record.model,
-        "version": record.version,
+        "version": record.version if record.model else "",
         "tenant": record.tenant,
         "token": record.token,
         "trace_id": record.trace_id,
@@ -67,17 +69,38 @@ class WithRequest(logging.Filter):
         return True
 
 
+class Seldom(logging.Filter):
+    """Lets through what a logger says but once a minute, however often it says it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Takes a clock, in seconds."""
+        super().__init__()
+        self._clock, self._said = clock, dict[tuple[str, int], float]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """By the place that it is said at; what is said there may vary."""
+        now, place = self._clock(), (record.pathname, record.lineno)
+        if now - self._said.get(place, -_SELDOM_S) < _SELDOM_S:
+            return False
+        self._said[place] = now
+        return True
+
+
 class _Text(logging.Formatter):
-    """One line; those that are written for a request end with its id."""
+    """One line; a call's fields follow, or the id of the request that it is written for."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        name = getattr(record, "request_id", "")
-        return f"{line} [request {name}]" if name and not hasattr(record, "call") else line
+        line, name = super().format(record), getattr(record, "request_id", "")
+        call: dict[str, Any] | None = getattr(record, "call", None)
+        if call is not None:
+            return " ".join([line, *(f"{key}={value}" for key, value in call.items())])
+        return f"{line} [request {name}]" if name else line
 
 
 def formatter(kind: LogFormat) -> logging.Formatter:
     """Makes lines of text, or of JSON: an object a line, a call's fields in one of their own."""
     if kind == "text":
         return _Text(_TEXT)
-    return JsonFormatter(_JSON_FIELDS, style="{", rename_fields=_NAMES, json_ensure_ascii=False)
+    return JsonFormatter(
+        _JSON_FIELDS, style="{", rename_fields=_NAMES, timestamp="time", json_ensure_ascii=False
+    )

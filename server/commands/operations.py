@@ -71,9 +71,9 @@ def view(seen: pb.GetStatusResponse, address: str) -> Group:
 
 def _bars(seen: pb.GetStatusResponse) -> Table:
     resident = sum(model.HasField("slot") for model in seen.models)
-    bars = Table.grid(padding=(0, 1))
+    bars = Table.grid(padding=(0, 2))
     budget = "" if seen.host_budget >= 2**63 else f" of {_size(seen.host_budget)}"
-    waiting = f"{seen.waiting} wait for one"
+    waiting = f"{seen.waiting} waiting"
     rows = (
         ("rows", seen.rows_in_use, seen.rows, waiting),
         ("slots", resident, seen.slots, f"{seen.loads} loads, {seen.evictions} evictions"),
@@ -114,7 +114,7 @@ def _models(models: Iterable[pb.ModelStatus]) -> Table:
             stays,
             str(model.leases or ""),
             str(model.waiting or ""),
-            f"{model.requests_per_s:.2f}" if model.version else "",
+            f"{model.requests_per_s:.2g}" if model.version else "",
             _size(model.bytes) if model.bytes else "",
             _ms(model, "ttft_p50"),
             _ms(model, "ttft_p99"),

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from server import app, console
-from server.call_log import LogFormat, WithRequest, formatter
+from server.call_log import LogFormat, Seldom, WithRequest, formatter
 from server.serve_options import ServeOptions
 from zen_jax.checkpoint.store import Store
 
@@ -31,20 +31,30 @@ def run(path: Path, options: ServeOptions, log_format: LogFormat = "text") -> bo
 
 @contextmanager
 def logs_on_stderr(log_format: LogFormat = "text") -> Iterator[None]:
-    """Shows what the project's own modules log; how others log is left to them."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter(log_format))
-    handler.addFilter(WithRequest())
-    loggers = [logging.getLogger(name) for name in ("server", "zen_jax")]
-    before = [(logger.level, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
-        logger.propagate = False
+    """Shows what the project's own modules log, and seldom what the sender of traces does; how
+    others log is left to them."""
+    handler, seldom = (logging.StreamHandler(sys.stderr) for _ in range(2))
+    for each in (handler, seldom):
+        each.setFormatter(formatter(log_format))
+        each.addFilter(WithRequest())
+    seldom.addFilter(Seldom())
+    own = (logging.INFO, handler)
+    loggers = {"server": own, "zen_jax": own, "opentelemetry": (logging.ERROR, seldom)}
+    with ExitStack() as shown:
+        for name, (level, where) in loggers.items():
+            shown.enter_context(_shown(logging.getLogger(name), level, where))
+        yield
+
+
+@contextmanager
+def _shown(logger: logging.Logger, level: int, handler: logging.Handler) -> Iterator[None]:
+    before = logger.level, logger.propagate
+    logger.setLevel(level)
+    logger.addHandler(handler)
+    logger.propagate = False
     try:
         yield
     finally:
-        for logger, (level, propagate) in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-            logger.removeHandler(handler)
-            logger.propagate = propagate
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+        logger.removeHandler(handler)

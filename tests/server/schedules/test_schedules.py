@@ -8,7 +8,7 @@ import pytest
 
 SCHEDULES = 2000
 SOAK_SCHEDULES = 100_000
-BLOCKS = 4
+BLOCKS = 40
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
