@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import grpc
@@ -43,7 +44,7 @@ from server.status import ErrorInterceptor
 from server.tls import Credentials
 from server.worker import Worker
 from zen.v1 import generate_pb2_grpc, operations_pb2_grpc, variants_pb2_grpc
-from zen_jax.checkpoint.load import bank_schema, read_base
+from zen_jax.checkpoint.load import bank_schema, base_shapes, read_base
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.checkpoint.store import Store
 from zen_jax.engine import Engine, EngineConfig
@@ -255,7 +256,7 @@ class ZenServer:
 
 
 def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Engine:
-    """Reads the base of a store onto the devices and compiles everything that serving needs.
+    """Reads the base of a store onto the devices, and meanwhile compiles all that serving needs.
 
     Raises:
         ValueError: the base is damaged, or the options do not fit the model or the machine.
@@ -277,9 +278,17 @@ def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Eng
         sizes = sizes.within(config, options.kv_bytes)
     mesh = _mesh(options.devices)
     placement = None if mesh is None else Placement.of(config, mesh)
-    params = read_base(store, schema.held, placement, progress)
-    engine = Engine(params, sizes, schema, mesh)
-    engine.warm_up(lambda name, done, total: progress(f"compiling: {name}", done, total))
+    engine = Engine(base_shapes(store, schema.held, placement), sizes, schema, mesh)
+    with ThreadPoolExecutor(1, "read-base") as pool:
+        reading = pool.submit(read_base, store, schema.held, placement, progress)
+
+        def compiled(name: str, done: int, total: int) -> None:
+            if reading.done():
+                reading.result()  # a damaged base ends the start at once
+            progress(f"compiling: {name}", done, total)
+
+        engine.warm_up(compiled)
+        engine.params = reading.result()
     return engine
 
 

@@ -45,7 +45,7 @@ def plan(
     ] = False,
     layers: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Depths to compile, again for more; else 2, 3 and 4."),
+        typer.Option(min=1, help="Depths to compile, again for more; else 2, 3, 4 and a line."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Figures, and a picture beside.")

@@ -77,6 +77,7 @@ class Engine:
       sizes: what was fixed at start.
       schema: the shapes of the bank.
       programs: what is compiled, or will be.
+      params: the base's arrays; their shapes will do to compile, and are replaced before a call.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Engine:
         """Takes the base's parameters; compiles nothing yet.
 
         Args:
-          params: the base's arrays as held, placed by `place_params` on the same mesh.
+          params: the base's arrays as held, placed by `place_params` on the same mesh, or
+            `jax.ShapeDtypeStruct` with their shardings.
           sizes: rows, lengths, chunks.
           schema: the shapes of the bank and of the model.
           mesh: axes (data, model), or None for one device.
@@ -104,7 +106,7 @@ class Engine:
             )
         self.config, self.sizes, self.schema = config, sizes, schema
         self.placement = None if mesh is None else Placement.of(config, mesh)
-        self._params = params
+        self.params = params
         self._dtype = jnp.dtype(sizes.dtype)
         products = None if sizes.products == "float32" else jnp.bfloat16
         self._merge = make_merge(config, self.placement, products)
@@ -121,11 +123,6 @@ class Engine:
     def reach(self) -> int | None:
         """How many of its last positions a row needs; None: all of them."""
         return reach(self.config)
-
-    @property
-    def params(self) -> Params:
-        """The base's arrays."""
-        return self._params
 
     def init_state(self) -> DecodeState:
         """A state without requests."""
@@ -153,7 +150,7 @@ class Engine:
         onto the device, ready for `write_slot`; from any thread."""
         put = jax.device_put(fitted, self._resident.packed_shardings(stacked=False))
         if self._resident.ordered:
-            put = self.programs(_ORDER, self._params, put)
+            put = self.programs(_ORDER, self.params, put)
         return jax.block_until_ready(put)
 
     def write_slot(self, bank: DeltaBank, slot: int, staged: DeltaBank) -> DeltaBank:
@@ -225,7 +222,7 @@ class Engine:
             raise ValueError("two chunks are of one row; expected one of each row in a call")
         shape = shape_for([len(chunk.token_ids) for chunk in chunks], self.sizes.shapes)
         batch = ChunkBatch.of(chunks, shape, self.sizes)
-        return self.programs(shape, self._params, bank, state, batch)
+        return self.programs(shape, self.params, bank, state, batch)
 
     def enter(
         self,
@@ -290,7 +287,7 @@ class Engine:
         if rows is not None:
             kept[list(rows)] = True
         table = self.sizes.fixed_table() if table is None else table
-        return self.programs(_DECODE, self._params, bank, state, np.int32(steps), kept, table)
+        return self.programs(_DECODE, self.params, bank, state, np.int32(steps), kept, table)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compiles everything that serving needs, several programs at a time.
@@ -317,8 +314,8 @@ class Engine:
 
         @functools.cache
         def device() -> tuple[Any, Any, Any]:
-            own = jax.tree.map(lambda a: a if rest is None else a.sharding, self._params)
-            params = like(self._params, None if rest is None else own)
+            own = jax.tree.map(lambda a: a if rest is None else a.sharding, self.params)
+            params = like(self.params, None if rest is None else own)
             return (
                 params,
                 like(resident.shapes(), bank),

@@ -163,9 +163,12 @@ def fuse(config: ModelConfig, tensors: Mapping[str, Array]) -> Params:
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}; expected {shape}")
-    return map_specs(
-        lambda spec: _fuse_rows(config, spec, [tensors[name] for name in spec.sources], 0), config
-    )
+    return map_specs(lambda spec: fuse_parts(config, spec, tensors), config)
+
+
+def fuse_parts(config: ModelConfig, spec: ParamSpec, tensors: Mapping[str, Array]) -> Array:
+    """One weight of `fuse`; `tensors` has its sources at least, of the right shapes."""
+    return _fuse_rows(config, spec, [tensors[name] for name in spec.sources], 0)
 
 
 def unfuse(config: ModelConfig, params: Params) -> dict[str, Array]:

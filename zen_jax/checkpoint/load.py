@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zen_jax.checkpoint.manifest import Corrupt, Manifest
@@ -10,8 +12,7 @@ from zen_jax.checkpoint.store import Store
 from zen_jax.config import ModelConfig
 from zen_jax.delta.bank import BankSchema, LeafSchema
 from zen_jax.delta.widen import HeldShape
-from zen_jax.engine import place_params
-from zen_jax.layout import Params
+from zen_jax.layout import Params, ParamSpec, map_specs
 from zen_jax.sharding import Placement
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,28 @@ def _leaves(manifest: Manifest) -> dict[str, LeafSchema]:
     }
 
 
+def base_shapes(store: Store, held: HeldShape, placement: Placement | None = None) -> Params:
+    """Shapes, dtypes and places of what `read_base` gives, from the manifest alone: enough to
+    compile by.
+
+    Args:
+      store: the store.
+      held: the shape that the base is to have in memory.
+      placement: the mesh, or None for one device.
+
+    Raises:
+      BaseCorrupt: the base's manifest is damaged.
+    """
+    tensors = store.base().tensors
+
+    def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        kinds = [jnp.dtype(tensors[n].parts["weight"].dtype) for n in held.base_sources(spec)]
+        where = None if placement is None else placement.sharding(spec.axes)
+        return jax.ShapeDtypeStruct(spec.shape, np.result_type(*kinds), sharding=where)
+
+    return map_specs(shape, held.config)
+
+
 def read_base(
     store: Store,
     held: HeldShape,
@@ -68,19 +91,27 @@ def read_base(
 ) -> Params:
     """Reads a store's base onto the devices, in the dtype that it is stored in.
 
+    One weight after the other: the host holds one whole at a time, and each file is read once, but
+    for an embedding that is the head of other members too. A device gets its own part.
+
     Args:
       store: the store.
       held: the shape that it is to have in memory.
       placement: the mesh, or None for one device.
-      progress: told what is read, how many tensors are done and how many there are.
+      progress: told what is read, how many weights are done and how many there are.
 
     Raises:
       BaseCorrupt: a file is damaged.
     """
-    names = list(store.base().tensors)
-    tensors: dict[str, np.ndarray] = {}
-    for i, name in enumerate(names):
+    count, done = len(jax.tree.leaves(map_specs(lambda spec: 0, held.config))), 0
+
+    def read(spec: ParamSpec) -> jax.Array:
+        nonlocal done
         if progress is not None:
-            progress("reading the base", i, len(names))
-        tensors[name] = store.base_tensor(name)
-    return place_params(held.config, held.fuse_base(tensors), placement)
+            progress("reading the base", done, count)
+        done += 1
+        names = dict.fromkeys(held.base_sources(spec))
+        value = held.fuse_base_weight(spec, {name: store.base_tensor(name) for name in names})
+        return jax.device_put(value, None if placement is None else placement.sharding(spec.axes))
+
+    return map_specs(read, held.config)

@@ -14,7 +14,16 @@ import numpy as np
 
 from zen_jax.config import ModelConfig
 from zen_jax.delta.format import WeightDelta
-from zen_jax.layout import EMBED, HEAD, Params, fuse, fuse_delta, tensor_shapes
+from zen_jax.layout import (
+    EMBED,
+    HEAD,
+    Params,
+    ParamSpec,
+    fuse,
+    fuse_delta,
+    fuse_parts,
+    tensor_shapes,
+)
 
 Array = Any
 # Rows of a widened vocabulary are a multiple of this, so that a mesh divides them.
@@ -58,12 +67,29 @@ class HeldShape:
         missing = sorted(set(tensor_shapes(self.base)) - set(tensors))
         if missing:
             raise ValueError(f"tensors are missing: {', '.join(missing)}")
+        return fuse(self.config, self._base_as_held(tensors))
+
+    def fuse_base_weight(self, spec: ParamSpec, tensors: Mapping[str, Array]) -> Array:
+        """One weight of `fuse_base`.
+
+        Args:
+          spec: of ``param_specs(config)``.
+          tensors: those of `base_sources`.
+        """
+        return fuse_parts(self.config, spec, self._base_as_held(tensors))
+
+    def base_sources(self, spec: ParamSpec) -> tuple[str, ...]:
+        """The base's tensors that a weight is made of: the embedding for a head that it lacks."""
+        has = tensor_shapes(self.base)
+        return tuple(name if name in has else EMBED for name in spec.sources)
+
+    def _base_as_held(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         held = dict(tensors)
         for name in {EMBED, HEAD} & set(held):
             held[name] = _with_rows(held[name], self.config.vocab_size)
-        if not self.config.tie_word_embeddings and HEAD not in held:
+        if not self.config.tie_word_embeddings and HEAD not in held and EMBED in held:
             held[HEAD] = held[EMBED]
-        return fuse(self.config, held)
+        return held
 
     def fuse_variant(self, tensors: Mapping[str, WeightDelta]) -> Params:
         """A variant's deltas by Hugging Face tensor -> a tree in the shape of ``Params`` as held.

@@ -162,7 +162,8 @@ def at_depth(points: Sequence[dict[str, Any]], layers: int) -> dict[str, Any]:
     """One program's figures with so many layers, from programs of fewer.
 
     Args:
-      points: of one program, two depths or more; the first two give the line.
+      points: of one program; the one of that depth itself, or two depths or more, of which the
+        first two give the line.
       layers: L.
 
     Returns:
@@ -172,6 +173,9 @@ def at_depth(points: Sequence[dict[str, Any]], layers: int) -> dict[str, Any]:
     Raises:
       ValueError: there are fewer than two points, or the counts do not lie on a line.
     """
+    own = [point for point in points if point["layers"] == layers]
+    if own:
+        return own[0] | {"off": 0}
     if len(points) < 2 or points[0]["layers"] == points[1]["layers"]:
         raise ValueError(f"{len(points)} programs; two of different depths give a line")
     first, second = (_flat(point) for point in points[:2])
@@ -187,9 +191,9 @@ def at_depth(points: Sequence[dict[str, Any]], layers: int) -> dict[str, Any]:
 
     off = 0.0
     for point in points[2:]:
-        own, expected = _flat(point), line(point["layers"])
-        for name in sorted(own.keys() | expected.keys()):
-            missed = own.get(name, 0) - expected.get(name, 0)
+        found, expected = _flat(point), line(point["layers"])
+        for name in sorted(found.keys() | expected.keys()):
+            missed = found.get(name, 0) - expected.get(name, 0)
             if missed and name not in ("temp_bytes", "output_bytes"):
                 raise ValueError(f"{name} is no line over layers: off by {missed:g}")
             off = max(off, abs(missed))

@@ -132,15 +132,17 @@ def with_compiled(
     gathers = decode["collectives"].get("all-gather", [0, 0])
     layers = sorted({point["layers"] for point in points})
     said = (
-        f"temporaries, collectives, kernels and copies are those of programs that XLA compiled for "
-        f"{request.count} H100 with {', '.join(map(str, layers))} layers; "
-        + (
-            f"the figures of {lay.config.num_layers} follow on the line through two of them, which "
-            f"the others miss by {max(one['off'] for one in made.values()):,} bytes at most"
-            if lay.config.num_layers not in layers
-            else "all layers were compiled"
-        )
+        "temporaries, collectives, kernels and copies are those of programs that XLA compiled for "
+        f"{request.count} H100 with {', '.join(map(str, layers))} layers"
     )
+    if lay.config.num_layers in layers:
+        said += "; all layers were compiled"
+    else:
+        off = max(one["off"] for one in made.values())
+        said += (
+            f"; the figures of {lay.config.num_layers} follow on the line through two of them, "
+            f"which the others miss by {off:,} bytes of temporaries at most"
+        )
     return figures | {
         "per_device": per_device(request, {**held, "temp": temp}),
         "collectives": {

@@ -104,6 +104,7 @@ def test_what_is_no_line_is_refused() -> None:
     odd = point(4, collectives={"all-reduce": [9, 64 * 9], "all-to-all": [1, 8]})
     with pytest.raises(ValueError, match="all-to-all bytes is no line"):
         compiled.at_depth([point(2), point(3), odd], 80)
+    assert compiled.at_depth([point(80, temp_bytes=7)], 80) == point(80, temp_bytes=7) | {"off": 0}
     for few in ([point(2)], [point(2), point(2)]):
         with pytest.raises(ValueError, match="two of different depths"):
             compiled.at_depth(few, 80)
