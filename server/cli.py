@@ -20,6 +20,7 @@ from server import (
     cli_merge,
     cli_operations,
     cli_plan,
+    cli_pool,
     cli_serve,
     cli_token,
     console,
@@ -40,6 +41,7 @@ app.add_typer(convert, name="convert")
 app.add_typer(cli_merge.merge, name="merge")
 bench = typer.Typer(help="Measure ratios side by side on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(cli_pool.pool, name="pool")
 app.add_typer(cli_token.token, name="token")
 
 Source = Annotated[

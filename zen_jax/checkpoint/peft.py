@@ -27,7 +27,7 @@ from zen_jax.checkpoint.safetensors import (
     read_tensor,
 )
 from zen_jax.layout import EMBED, HEAD
-from zen_jax.merge.lora import scaling
+from zen_jax.merge.lora import Factors, scaling
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -398,3 +398,21 @@ def write_folder(
         with path.open("rb+") as file:
             os.fsync(file.fileno())
     temporary.rename(folder)
+
+
+def read_factors(adapter: PeftAdapter) -> dict[str, Factors]:
+    """Every weight's factors in float32, the scale folded into b.
+
+    Raises:
+      SourceError: the adapter has tensors that were trained whole, which have no factors, or values
+        that are not finite.
+    """
+    if adapter.saved:
+        raise SourceError(adapter.name, f"{listed(sorted(adapter.saved))} was trained whole")
+    found: dict[str, Factors] = {}
+    for name, weight in adapter.weights.items():
+        a, b = (part.astype(np.float32) for part in weight.read())
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise SourceError(adapter.name, f"{name} has values that are NaN or infinite")
+        found[name] = Factors(a, b * np.float32(weight.scale))
+    return found
