@@ -16,6 +16,7 @@ import typer
 from server import (
     cli_bench,
     cli_cache,
+    cli_distil,
     cli_eval,
     cli_merge,
     cli_operations,
@@ -147,6 +148,11 @@ def convert_peft(
     from server.commands import store as commands
 
     commands.peft(store, name, out)
+
+
+app.command(
+    "distill", epilog="Example: zen distill ./my-fine-tune ./store my-name --text ./examples.txt"
+)(cli_distil.distill)
 
 
 @app.command(epilog="Example: zen verify ./store")

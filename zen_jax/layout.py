@@ -171,6 +171,20 @@ def fuse_parts(config: ModelConfig, spec: ParamSpec, tensors: Mapping[str, Array
     return _fuse_rows(config, spec, [tensors[name] for name in spec.sources], 0)
 
 
+def fuse_layer(config: ModelConfig, index: int, tensors: Mapping[str, Array]) -> Params:
+    """`fuse` of one layer.
+
+    Args:
+      config: the model.
+      index: of the layer.
+      tensors: its Hugging Face tensors; others are left out.
+    """
+    return {
+        name: _fuse_rows(config, spec, [tensors[source] for source in spec.sources], 0)
+        for name, spec in param_specs(config)["layers"][index].items()
+    }
+
+
 def unfuse(config: ModelConfig, params: Params) -> dict[str, Array]:
     """``Params`` -> Hugging Face tensors; the inverse of `fuse`."""
     tensors: dict[str, Array] = {}

@@ -289,6 +289,33 @@ def init_params(
     return map_specs(start, config)
 
 
+def _layer_state(params: Params) -> Params:
+    """One layer's entry of ``Params`` in the nesting of its modules."""
+    others = ("attn_norm", "mlp_norm", "gate_up", "down")
+    return {
+        "attn_norm": {"weight": params["attn_norm"]},
+        "mlp_norm": {"weight": params["mlp_norm"]},
+        "mlp": {name: {"weight": params[name]} for name in ("gate_up", "down")},
+        "attention": {name: {"weight": params[name]} for name in params if name not in others},
+    }
+
+
+def make_layer(config: ModelConfig, index: int) -> Callable[[Params], Layer]:
+    """One layer by itself; what `make_merge` is for the whole.
+
+    Args:
+      config: the model.
+      index: which layer.
+
+    Returns:
+      A function of that layer's entry in ``Params``, to be called inside `jax.jit`.
+    """
+    specs = param_specs(config)["layers"][index]
+    make = nnx.eval_shape(lambda: Layer(config, specs, Computing(), config.window(index)))
+    graph, _ = nnx.split(make)
+    return lambda params: nnx.merge(graph, _layer_state(params))
+
+
 def make_merge(
     config: ModelConfig,
     placement: Placement | None = None,
@@ -306,21 +333,10 @@ def make_merge(
     how = Computing(placement, products)
     graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, how)))
 
-    others = ("attn_norm", "mlp_norm", "gate_up", "down")
-
     def state(params: Params) -> Params:
         """``Params`` in the nesting of the modules."""
-
-        def layer(p: Params) -> Params:
-            return {
-                "attn_norm": {"weight": p["attn_norm"]},
-                "mlp_norm": {"weight": p["mlp_norm"]},
-                "mlp": {name: {"weight": p[name]} for name in ("gate_up", "down")},
-                "attention": {name: {"weight": p[name]} for name in p if name not in others},
-            }
-
         whole = {name: {"weight": p} for name, p in params.items() if name != "layers"}
-        return whole | {"layers": {i: layer(p) for i, p in params["layers"].items()}}
+        return whole | {"layers": {i: _layer_state(p) for i, p in params["layers"].items()}}
 
     return lambda params: nnx.merge(graph, state(params))
 
