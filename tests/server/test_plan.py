@@ -7,7 +7,8 @@ import pytest
 
 from server import cli
 
-CONFIG = Path(__file__).parents[1] / "golden/qwen2_bias"
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "tests/golden/qwen2_bias"
 
 
 def test_figures_a_picture_and_words(tmp_path: Path, capsys) -> None:
@@ -21,6 +22,8 @@ def test_figures_a_picture_and_words(tmp_path: Path, capsys) -> None:
     picture = out.with_suffix(".png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
     said = capsys.readouterr().out
+    kept = json.loads((ROOT / "docs/plan.json").read_text())
+    assert figures == kept, "run zen plan --json docs/plan.json, and look at docs/claims.md"
     assert "It fits." in said and f"{figures['per_device']['peak']:,}" in said
 
 

@@ -1,7 +1,9 @@
 """From a store to the shapes in memory: what a bank has to hold, and the base on the devices."""
 
 import logging
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,8 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 
 MAX_SLOTS = 14
+# Threads that read the base: each has a weight on the host meanwhile.
+_READERS = 8
 
 
 def bank_schema(store: Store, slots: int | None = None) -> BankSchema:
@@ -91,7 +95,7 @@ def read_base(
 ) -> Params:
     """Reads a store's base onto the devices, in the dtype that it is stored in.
 
-    One weight after the other: the host holds one whole at a time, and each file is read once, but
+    A few weights at a time are on the host, as many as threads read. Each file is read once, but
     for an embedding that is the head of other members too. A device gets its own part.
 
     Args:
@@ -103,15 +107,25 @@ def read_base(
     Raises:
       BaseCorrupt: a file is damaged.
     """
-    count, done = len(jax.tree.leaves(map_specs(lambda spec: 0, held.config))), 0
+    specs = jax.tree.leaves(
+        map_specs(lambda spec: spec, held.config), is_leaf=lambda node: isinstance(node, ParamSpec)
+    )
 
     def read(spec: ParamSpec) -> jax.Array:
-        nonlocal done
-        if progress is not None:
-            progress("reading the base", done, count)
-        done += 1
         names = dict.fromkeys(held.base_sources(spec))
         value = held.fuse_base_weight(spec, {name: store.base_tensor(name) for name in names})
         return jax.device_put(value, None if placement is None else placement.sharding(spec.axes))
 
-    return map_specs(read, held.config)
+    made: list[jax.Array] = []
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1), "read-base") as pool:
+        reading = [pool.submit(read, spec) for spec in specs]
+        try:
+            for done, one in enumerate(reading):
+                if progress is not None:
+                    progress("reading the base", done, len(specs))
+                made.append(one.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    whole = iter(made)
+    return map_specs(lambda spec: next(whole), held.config)
