@@ -1,6 +1,5 @@
 """`zen bench`: ratios measured side by side, as a table and as JSON."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,11 @@ def linear(
       OSError: the file cannot be written.
     """
     sizes = [_shape(text) for text in shapes]
-    if out is not None:
-        out.touch()  # before minutes are spent
-    with console.progress_bar("bench") as report:
-        figures = bench_linear(sizes, rows, variants, repeats, report, activations)
+    figures = console.measured(
+        out,
+        lambda report: bench_linear(sizes, rows, variants, repeats, report, activations),
+    )
     _print(figures)
-    if out is not None:
-        out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def decode(
@@ -54,10 +51,10 @@ def decode(
       ValueError: a size is out of range, or the model unknown.
       OSError: the file cannot be written.
     """
-    if out is not None:
-        out.touch()  # before minutes are spent
-    with console.progress_bar("bench") as report:
-        figures = bench_decode(batches, variants, model, context, repeats, products, report)
+    figures = console.measured(
+        out,
+        lambda report: bench_decode(batches, variants, model, context, repeats, products, report),
+    )
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     titles = ("rows", "variants", "base ms", "variant ms", "variant / base", "mixed ms", "naive ms")
     for title in (*titles, "over naive", "bound", "of bound", "tokens/s", "host", "compiles"):
@@ -83,8 +80,6 @@ def decode(
         f"{figures['device']}; {model}, {context} tokens of context, {products} products. "
         "Naive is one step a variant; host is the share of a step before it is launched."
     )
-    if out is not None:
-        out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """`zen bench coldstart`: what a variant costs that is not in memory, as a table and as JSON."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -36,11 +36,7 @@ def run(store: Path, plan: ColdPlan, out: Path | None) -> None:
     """
     if not store.is_dir():
         raise ValueError(f"there is no store {store}; `make models` makes SmolLM2's, or give one")
-    if out is not None:
-        out.touch()  # before a minute is spent
-    with console.progress_bar("bench") as report:
-        figures = bench_coldstart(Store(store), plan, report)
-    figures = {name: figures[name] for name in FIGURES}
+    figures = console.measured(out, lambda report: _figures(store, plan, report))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -51,5 +47,8 @@ def run(store: Path, plan: ColdPlan, out: Path | None) -> None:
     slower = figures["others_itl_ms_during"] / figures["others_itl_ms_before"]
     console.say(f"Others' time between tokens while it is loaded, over before: {slower:.2f}.")
     console.say(f"Projected: {figures['projected_from']}.")
-    if out is not None:
-        out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def _figures(store: Path, plan: ColdPlan, report: console.Report) -> dict[str, Any]:
+    found = bench_coldstart(Store(store), plan, report)
+    return {name: found[name] for name in FIGURES}

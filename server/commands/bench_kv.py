@@ -1,6 +1,5 @@
 """`zen bench kv`: what pages and fewer bits give, as tables, JSON, a plot and a page."""
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +21,8 @@ def run(
       ValueError: there is no store or no family, or the page has no place for a table.
       OSError: a file cannot be written.
     """
-    if out is not None:
-        out.touch()  # before minutes are spent
     text = None if page is None else page.read_text(encoding="utf-8")
-    with console.progress_bar("bench") as report:
-        figures = bench_kv(store, family, plan, report)
+    figures = console.measured(out, lambda report: bench_kv(store, family, plan, report))
     for name, (head, rows) in tables(figures).items():
         table = Table(*head, box=SIMPLE_HEAD, pad_edge=False, title=name, title_justify="left")
         for row in rows:
@@ -34,7 +30,6 @@ def run(
         console.stdout().print(table)
     console.say(figures["device"])
     if out is not None:
-        out.write_text(json.dumps(figures, indent=2) + "\n")
         draw(figures, out.with_suffix(".png"))
     if page is not None and text is not None:
         page.write_text(fill(text, figures), encoding="utf-8")

@@ -1,6 +1,5 @@
 """`zen bench peers`: our engine beside other programs, as a table and as JSON."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,10 @@ def run(store: Path, peers: Path, plan: Plan, out: Path | None) -> None:
     """
     if not store.is_dir():
         raise ValueError(f"there is no store {store}; `make models` makes SmolLM2's, or give one")
-    if out is not None:
-        out.touch()  # before minutes are spent
-    with console.progress_bar("bench") as report:
-        figures = bench_peers(store, peers_in(peers, Store(store)), plan, report)
+    figures = console.measured(
+        out, lambda report: bench_peers(store, peers_in(peers, Store(store)), plan, report)
+    )
     _print(figures)
-    if out is not None:
-        out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def _print(figures: dict[str, Any]) -> None:
