@@ -67,7 +67,7 @@ class Answer:
     def _headers_of(self, prompt: int) -> dict[str, str]:
         """Those of one of the call's prompts: each is a request with an id of its own."""
         headers = dict(self._headers)
-        if prompt and REQUEST_ID in headers:
+        if prompt:
             headers[REQUEST_ID] += f".{prompt}"
         return headers
 

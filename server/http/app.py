@@ -1,6 +1,7 @@
 """The routes, and what every request passes through on its way in and out."""
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -22,6 +23,7 @@ from server.http.models import Models
 from server.http.reply import Reply, Send, encoded
 from server.http.schema import Call
 from server.metrics import CONTENT_TYPE
+from server.records import REQUEST_ID, usable_id
 from server.service import GenerateService
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.tokenizer import Tokenizer
@@ -145,8 +147,12 @@ class Api:
                 raise status.resource_exhausted(text, None)
             self._open += 1
             try:
+                headers = _headers(scope)
+                name = headers.setdefault(REQUEST_ID, uuid.uuid4().hex)
+                if usable_id(name):
+                    reply.always[REQUEST_ID.encode()] = name.encode()
                 call = await _read_call(shape, scope, receive)
-                answer = Answer(call, shape, self._tokenizers, _headers(scope))
+                answer = Answer(call, shape, self._tokenizers, headers)
                 await _while_there(answer.run(self._service, since, reply), receive)
             finally:
                 self._open -= 1

@@ -19,6 +19,7 @@ class Reply:
 
     Attributes:
         started: whether the client has been told a status already.
+        always: headers that it begins with, whatever comes of it.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Reply:
         self._turn = asyncio.Lock()
         self._head = head
         self.started = False
+        self.always: dict[bytes, bytes] = {}
 
     async def json(
         self, *parts: bytes, status: int = 200, headers: Mapping[bytes, bytes] | None = None
@@ -97,9 +99,8 @@ class Reply:
 
     async def _start(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         self.started = True
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": list(headers.items())}
-        )
+        told = list({**self.always, **headers}.items())
+        await self._send({"type": "http.response.start", "status": status, "headers": told})
 
     async def _body(self, data: bytes, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,12 +1,14 @@
 """How a server with an engine does, as its operators are told; and the traces of its calls."""
 
 import json
+import logging
 import socket
 import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from server import cli, rights
@@ -26,10 +28,10 @@ def operations(server: ZenServer):
 
 def test_a_server_as_it_is(server: ZenServer, operations: OperationsClient):
     with ZenClient(server.address) as client:
-        client.generate("tiny-b", "abc", max_tokens=3)
+        client.generate("tiny-b", "abc", max_tokens=40, ignore_eos=True)
         before = operations.status()
-        client.generate("tiny-b", "abc", max_tokens=3)
-        client.generate("base", "abc", max_tokens=3)
+        client.generate("tiny-b", "abc", max_tokens=40, ignore_eos=True)
+        client.generate("base", "abc", max_tokens=40, ignore_eos=True)
     seen = operations.status()
     assert (seen.rows, seen.slots, seen.rows_in_use, seen.waiting) == (2, 2, 0, 0)
     assert seen.recent.finished == before.recent.finished + 2
@@ -148,3 +150,25 @@ def test_what_does_not_answer_is_one_line(capsys: Any):
         unheard.bind(("127.0.0.1", 0))
         assert cli.run(["status", "--address", f"127.0.0.1:{unheard.getsockname()[1]}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_the_id_that_the_log_has(
+    client: openai.OpenAI, caplog: pytest.LogCaptureFixture, stream: bool
+):
+    caplog.set_level(logging.INFO, logger="server.call_log")
+    asked = client.completions.with_raw_response.create
+    made = asked(model="base", prompt=["a", "b"], max_tokens=1, stream=stream)
+    made.http_response.read()
+    own = made.headers["x-request-id"]
+    headers = {"x-request-id": "mine-1"}
+    named = asked(model="base", prompt="a", max_tokens=1, extra_headers=headers)
+    assert named.headers["x-request-id"] == "mine-1"
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.completions.create(model="none", prompt="a", extra_headers=headers)
+    assert refused.value.request_id == "mine-1"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="base", prompt="a", extra_headers={"x-request-id": "?"})
+    assert bad.value.request_id is None
+    logged = [vars(record)["request_id"] for record in caplog.records if hasattr(record, "call")]
+    assert set(logged) == {own, f"{own}.1", "mine-1", ""}
