@@ -48,6 +48,7 @@ from zen_jax.checkpoint.load import bank_schema, base_shapes, read_base
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.checkpoint.store import Store
 from zen_jax.engine import Engine, EngineConfig
+from zen_jax.pool_store import PoolStore
 from zen_jax.programs import keep_compiled
 from zen_jax.residency import CacheConfig
 from zen_jax.sharding import Placement, make_mesh
@@ -262,7 +263,8 @@ def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Eng
         ValueError: the base is damaged, or the options do not fit the model or the machine.
     """
     keep_compiled()
-    schema = bank_schema(store, options.slots)
+    pooled = isinstance(store, PoolStore)
+    schema = store.schema(options.slots) if pooled else bank_schema(store, options.slots)
     config = schema.held.config
     length = min(_MAX_LENGTH, config.max_position)
     sizes = EngineConfig(
@@ -313,7 +315,7 @@ def make_worker(
     )
     worker = Worker(
         engine,
-        Loader(Stages(staging.read, staging.verify, engine.put)),
+        Loader(_stages(store, engine, staging)),
         config,
         tokenizers,
         options.inbox_limits(),
@@ -321,6 +323,14 @@ def make_worker(
         base=store.base().digest,
     )
     return worker
+
+
+def _stages(store: Store, engine: Engine, staging: Staging) -> Stages:
+    """How variants come into the bank: from a store's files, or from a pool's."""
+    if isinstance(store, PoolStore):
+        staged = store.stage(engine.schema, engine.placement)
+        return Stages(store.read_member, staged, engine.put)
+    return Stages(staging.read, staging.verify, engine.put)
 
 
 def settle_memory() -> None:

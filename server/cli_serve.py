@@ -85,6 +85,17 @@ Log = Annotated[
     LogFormat, typer.Option("--log-format", help="How log lines look; json is one object a line.")
 ]
 
+Pool = Annotated[
+    Path | None,
+    typer.Option(metavar="POOL", help="Serve the base with this pool; see `zen pool`."),
+]
+Budget = Annotated[
+    int | None,
+    typer.Option(
+        parser=kv.byte_count, metavar="SIZE", help="Memory for the base and the pool's members."
+    ),
+]
+
 if TYPE_CHECKING:
     from server.tls import TlsFiles
 
@@ -125,19 +136,22 @@ def serve(
     trace_share: TraceShare = 1.0,
     profiles: ProfileFolder = None,
     log_format: Log = LogFormat.text,
+    pool: Pool = None,
+    budget_bytes: Budget = None,
 ) -> None:
     """Serve a store over gRPC until SIGTERM or Ctrl-C; what runs then may finish."""
     from server.commands import serve as command
     from server.serve_options import ServeOptions
 
     with by_option(ServeOptions):
-        finished = command.run(store, ServeOptions(**_settings(context.params)), log_format.value)
+        options = ServeOptions(**_settings(context.params))
+        finished = command.run(store, options, log_format.value, pool, budget_bytes)
     if not finished:
         raise typer.Exit(1)
 
 
 # What is no setting of the server.
-_OTHERS = ("store", "log_format")
+_OTHERS = ("store", "log_format", "pool", "budget_bytes")
 # Settings whose unit stands in their name.
 _SECONDS = ("half_life", "idle_after", "drain", "hang")
 

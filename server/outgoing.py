@@ -107,4 +107,9 @@ def model_info(variant: Variant | None) -> pb.ModelInfo:
     """What answered: a variant, or the base for None."""
     if variant is None:
         return pb.ModelInfo(name=BASE)
-    return pb.ModelInfo(name=variant.name, version=variant.version, digest=variant.digest)
+    return pb.ModelInfo(
+        name=variant.name,
+        version=variant.version,
+        digest=variant.digest,
+        merged_of=variant.merged,
+    )

@@ -11,11 +11,21 @@ from server import app, console
 from server.call_log import LogFormat, Seldom, WithRequest, formatter
 from server.serve_options import ServeOptions
 from zen_jax.checkpoint.store import Store
+from zen_jax.pool_store import PoolStore
 
 
-def run(path: Path, options: ServeOptions, log_format: LogFormat = "text") -> bool:
-    """Serves; returns whether every request that was taken finished."""
-    store = Store(path)
+def run(
+    path: Path,
+    options: ServeOptions,
+    log_format: LogFormat = "text",
+    pool: Path | None = None,
+    budget: int | None = None,
+) -> bool:
+    """Serves a store, or its base with a pool within a budget; returns whether every request that
+    was taken finished."""
+    if pool is None and budget is not None:
+        raise ValueError("--budget-bytes is for a pool; give --pool too")
+    store = Store(path) if pool is None else PoolStore(path, pool, budget)
     with logs_on_stderr(log_format), ExitStack() as bar:
         report = bar.enter_context(console.progress_bar("start"))
 

@@ -166,11 +166,13 @@ class Timings(_message.Message):
     def __init__(self, queued_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "digest")
+    __slots__ = ("name", "version", "digest", "merged_of")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MERGED_OF_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: int
     digest: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    merged_of: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., merged_of: _Optional[_Iterable[str]] = ...) -> None: ...
