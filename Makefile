@@ -10,7 +10,7 @@ JOBS  ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check pytest soak format protos lock family family-full models format-study \
-        format-study-smollm2 gpu-check gpu-check-engine kernels kv-bench peers audit clean
+        format-study-smollm2 quality gpu-check gpu-check-engine kernels kv-bench peers audit clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +75,11 @@ format-study: $(STAMP)  ## Measure every format of a delta on the demo family, i
 
 format-study-smollm2: models  ## The same on a fine-tune of SmolLM2-135M, trained first (an hour)
 	$(PY) -m zen_jax.training.format_study smollm2
+
+quality: models  ## Measure what one bit costs, plain, fitted, distilled and by rivals, into docs/quality.md (four hours)
+	$(PY) -m zen_jax.training.quality family
+	$(PY) -m zen_jax.training.quality asides
+	$(PY) -m zen_jax.training.quality smollm2
 
 kv-bench: models  ## Measure pages of keys and values, into docs/kv-cache.md (minutes)
 	$(VENV)/bin/zen bench kv --family family --json docs/kv-cache.json --page docs/kv-cache.md

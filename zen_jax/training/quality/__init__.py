@@ -1,0 +1,1 @@
+"""What one bit costs: plain, distilled and ours beside other methods, at chosen bytes."""
