@@ -254,7 +254,11 @@ def bare_packages(tmp_path: Path) -> Path:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
     for module in modules - {*rules["root_packages"]}:
-        (tmp_path / module.replace(".", "/")).with_suffix(".py").touch()
+        file = (tmp_path / module.replace(".", "/")).with_suffix(".py")
+        if not file.parent.exists():
+            file.parent.mkdir()
+            (file.parent / "__init__.py").touch()
+        file.touch()
     for importer, imported in imports:
         file = (tmp_path / importer.replace(".", "/")).with_suffix(".py")
         file.write_text(f"import {imported}\n")
