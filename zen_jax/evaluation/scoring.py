@@ -104,7 +104,7 @@ class Predictions:
         Args:
           sheet: what is predicted.
           vocab: V.
-          folder: where a file may lie, as long as this object lives.
+          folder: where a file may lie, without a name, as long as this object lives.
         """
         self.vocab, self._sheet = vocab, sheet
         shape = (int(sheet.counted.sum()), vocab)
@@ -113,6 +113,7 @@ class Predictions:
         else:
             path = folder / f"{sheet.digest}.float32"
             self._kept = np.memmap(path, np.float32, "w+", shape=shape)
+            path.unlink()  # the space is given back even if this process is killed
 
     def fill(self, found: Iterator[np.ndarray]) -> None:
         """Keeps log-probabilities float32[batch, T, V] of every batch."""
