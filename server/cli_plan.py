@@ -45,8 +45,13 @@ def plan(
     ] = False,
     layers: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Depths to compile, again for more; else 2, 3, 4 and a line."),
+        typer.Option(min=1, help="Depths to compile, again for more; else 2, 4, 16 and a line."),
     ] = None,
+    pool: Annotated[
+        int | None, typer.Option(help="Instead: so many merged adapters on a small device.")
+    ] = None,
+    rank: Annotated[int, typer.Option(help="Of the pool's adapters.")] = 16,
+    memory: Annotated[float, typer.Option(help="Of the pool's device, in GB of 1e9.")] = 16.0,
     out: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Figures, and a picture beside.")
     ] = None,
@@ -58,6 +63,11 @@ def plan(
     from zen_jax.plan.models import read_model
     from zen_jax.plan.report import Request
 
+    if pool is not None:
+        sizes = (pool, rank, round(memory * 1e9), context, base_dtype.value, kv_dtype.value)
+        if not command.run_pool(model, sizes, out):
+            raise typer.Exit(1)
+        return
     chip, count = parse_chips(chips)
     request = Request(
         config=read_model(model),

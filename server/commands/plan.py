@@ -10,6 +10,8 @@ from rich.table import Table
 
 from server import console
 from zen_jax.plan import compiled
+from zen_jax.plan.models import read_model
+from zen_jax.plan.pool import pool_plan
 from zen_jax.plan.report import Request, make_plan, most_variants, with_compiled
 
 _HELD = {
@@ -45,6 +47,37 @@ def run(request: Request, out: Path | None, layers: Sequence[int] = ()) -> bool:
         out.write_text(json.dumps(figures, indent=2) + "\n")
         draw(figures, out.with_suffix(".png"))
     return figures["per_device"]["headroom"] >= 0
+
+
+def run_pool(model: str, sizes: tuple[int, int, int, int, str, str], out: Path | None) -> bool:
+    """Prints what a device with a pool of adapters holds; returns whether it fits.
+
+    Args:
+      model: as `zen_jax.plan.models.read_model` takes it.
+      sizes: members, rank, memory, context, dtypes of base and of keys and values; see `pool_plan`.
+      out: where the figures go.
+
+    Raises:
+      ValueError: something cannot be planned for.
+      OSError: the file cannot be written.
+    """
+    figures = {"model": model, **pool_plan(read_model(model), *sizes)}
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=2) + "\n")
+    table = Table(model, "bytes", box=SIMPLE_HEAD, pad_edge=False)
+    table.columns[1].justify = "right"
+    pool = f"{figures['members']} adapters of {figures['member']:,}"
+    rows = {"base": "base", "kv": "keys and values", "pool": pool}
+    for name, what in rows.items():
+        table.add_row(what, f"{figures[name]:,}")
+    table.add_row(f"left of {figures['memory']:,}", f"{figures['left']:,}")
+    console.stdout().print(table)
+    fits = figures["left"] >= 0
+    said = "It fits" if fits else "It does not fit"
+    console.say(f"{said}; {figures['most_members']} adapters at most.")
+    for line in figures["assumptions"]:
+        console.say(f"- {line}")
+    return fits
 
 
 def _compile(request: Request, layers: Sequence[int]) -> list[dict[str, Any]]:

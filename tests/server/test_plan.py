@@ -66,3 +66,22 @@ def test_a_file_that_is_no_configuration(text: str, tmp_path: Path, capsys) -> N
     path.write_text(text, encoding="latin-1")
     assert cli.run(["plan", "--model", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_pool_on_a_small_device(tmp_path: Path, capsys) -> None:
+    """All parts add up; 16 GB hold an 8B base and 8 profiles in 8 bits, and not in 16."""
+    out = tmp_path / "pool.json"
+    small = ["--model", str(CONFIG), "--context", "32", "--memory", "0.001", "--json", str(out)]
+    assert cli.run(["plan", "--pool", "1", "--rank", "2", *small]) == 0
+    figures = json.loads(out.read_text())
+    parts = figures["base"] + figures["kv"] + figures["pool"] + figures["left"]
+    assert parts == figures["memory"] == 1_000_000
+    most = figures["most_members"]
+    assert cli.run(["plan", "--pool", str(most), "--rank", "2", *small]) == 0
+    assert cli.run(["plan", "--pool", str(most + 1), "--rank", "2", *small]) == 1
+    assert "It does not fit" in capsys.readouterr().out
+    eight = ["--model", "llama-3.1-8b", "--pool", "8"]
+    assert cli.run(["plan", *eight]) == 1
+    assert cli.run(["plan", *eight, "--base-dtype", "int8"]) == 0
+    assert cli.run(["plan", "--pool", "0"]) == 2
+    assert "--pool is 0" in capsys.readouterr().err

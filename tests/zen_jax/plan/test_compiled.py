@@ -70,7 +70,7 @@ def test_all_layers_follow_from_few_and_the_whole_fits() -> None:
     assert made[compiled.DECODE]["kernels"] == 4 * layers + 1
     for one in made.values():
         assert one["copies"] == []
-        assert abs(one["argument_bytes"] - held(layers)) < 8 << 20
+        assert 0 <= one["argument_bytes"] - held(layers) < 1 << 20
         # Counts lie on the line; XLA packs temporaries otherwise at another depth.
         assert one["off"] < 128 << 20
 
