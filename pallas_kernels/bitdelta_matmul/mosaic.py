@@ -157,8 +157,14 @@ def bitdelta_matmul_segments(
     count = -(-rows // tile) + segments
     of_row = jnp.searchsorted(ends, jnp.arange(rows), side="right")
     at = (last_tile - tiles)[of_row] * tile + jnp.arange(rows) - starts[of_row]
-    moved = jnp.zeros((count * tile, x.shape[1]), jnp.bfloat16).at[at].set(x.astype(jnp.bfloat16))
     of_tile = jnp.searchsorted(last_tile, jnp.arange(count), side="right")
+    # Gathered: the empty array of a scatter would be kept for all layers of a model at once.
+    place = jnp.arange(count * tile)
+    own = jnp.minimum(of_tile, segments)[place // tile]
+    source = starts[own] + place - (last_tile - tiles)[own] * tile
+    inside = (of_tile[place // tile] <= segments) & (source < ends[own])
+    moved = x.astype(jnp.bfloat16)[jnp.where(inside, source, 0)]
+    moved = jnp.where(inside[:, None], moved, 0)
     tile_slots = jnp.where(of_tile <= segments, slots[jnp.minimum(of_tile, segments)], -1)
     tuning = mosaic_tiles.TilesTuning(tile, stages=3)
     return _tiles(moved, w, bank, tile_slots, tuning, interpret)[at]
