@@ -30,6 +30,13 @@ class PoolOperation(StrEnum):
     mean_factors = "mean_factors"
 
 
+class PoolSplit(StrEnum):
+    """Whose rule says how large the block is that OPCM leaves alone."""
+
+    code = "code"
+    doc = "doc"
+
+
 PoolPath = Annotated[Path, typer.Argument(metavar="POOL", help="The pool's folder.")]
 Base = Annotated[
     Path, typer.Option("--store", metavar="STORE", help="Whose base the adapters belong to.")
@@ -45,6 +52,10 @@ Budget = Annotated[
 ]
 Rule = Annotated[PoolPolicy | None, typer.Option(help="Which adapters are merged; else gated.")]
 How = Annotated[PoolOperation | None, typer.Option(help="How they are merged; else opcm.")]
+Split = Annotated[
+    PoolSplit | None,
+    typer.Option(help="opcm: the kept block's size as its authors' code has it, or their text."),
+]
 Rank = Annotated[int | None, typer.Option(min=1, help="Of a merge at most; else the adapter's.")]
 Gate = Annotated[
     float | None, typer.Option(help="gated: the share of its score that every task keeps; 0.9.")
@@ -68,6 +79,7 @@ def add(
     budget_bytes: Budget = None,
     policy: Rule = None,
     operation: How = None,
+    split: Split = None,
     rank: Rank = None,
     gate: Gate = None,
     threshold: Threshold = None,
@@ -84,6 +96,7 @@ def add(
         budget_bytes,
         None if policy is None else policy.value,
         None if operation is None else operation.value,
+        None if split is None else split.value,
         rank,
         gate,
         threshold,
@@ -122,6 +135,7 @@ def simulate(
     budget_bytes: Budget = None,
     policy: Rule = None,
     operation: How = None,
+    split: Split = None,
     rank: Rank = None,
     gate: Gate = None,
     threshold: Threshold = None,
@@ -138,6 +152,7 @@ def simulate(
         budget_bytes,
         None if policy is None else policy.value,
         None if operation is None else operation.value,
+        None if split is None else split.value,
         rank,
         gate,
         threshold,

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from server import console
 from zen_jax.checkpoint.store import Store
+from zen_jax.merge.opcm import Opcm
 from zen_jax.merge.opcm_lora import Merger
 from zen_jax.merge.pool import PoolConfig, coverage
 from zen_jax.merge.pool_change import Change, Newcomer, Score
@@ -29,6 +30,7 @@ class Choices:
     budget_bytes: int | None = None
     policy: str | None = None
     operation: str | None = None
+    split: str | None = None
     rank: int | None = None
     gate: float | None = None
     threshold: float | None = None
@@ -49,7 +51,11 @@ class Choices:
         config = PoolConfig(self.adapters or _PLACES, limit, **rules)
         rank = self.rank or max(factors.rank for factors in newcomer.adapter.values())
         operation: Any = self.operation or "opcm"
-        return PoolSettings.new(config, Merger(operation, rank), base_digest)
+        split: Any = self.split or "code"
+        if self.split is not None and operation != "opcm":
+            raise ValueError(f"--split is for opcm; the operation is {operation}")
+        merger = Merger(operation, rank, opcm=Opcm(split=split))
+        return PoolSettings.new(config, merger, base_digest)
 
 
 def add(
@@ -89,7 +95,8 @@ def ls(path: Path, *, as_json: bool) -> None:
         for m in pool.members.values()
     ]
     if as_json:
-        limits = dataclasses.asdict(config) | {"operation": merger.operation, "rank": merger.rank}
+        how = {"operation": merger.operation, "rank": merger.rank, "split": merger.opcm.split}
+        limits = dataclasses.asdict(config) | how
         console.print_json({"limits": limits, "used": pool.used, "members": rows})
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False)

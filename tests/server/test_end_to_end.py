@@ -251,6 +251,7 @@ class WireClient:
         include = Path(grpc_tools.__file__).parent / "_proto"
         files = sorted((ROOT / "protos" / "zen" / "v1").glob("*.proto"))
         arguments = [f"-I{ROOT / 'protos'}", f"-I{include}", f"--descriptor_set_out={path}"]
+        arguments.append("--include_imports")
         assert protoc.main(["protoc", *arguments, *map(str, files)]) == 0
         described = descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes())
         pool = descriptor_pool.DescriptorPool()

@@ -23,6 +23,7 @@ from zen_jax.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
+MEAN = ("--budget-bytes", "1MiB", "--operation", "mean_delta", "--split", "doc")
 TASKS = {"metric": "text", "examples": [[1, 5, 9, 7, 3], [1, 8, 8, 2, 4]]}
 
 
@@ -79,12 +80,20 @@ def test_a_pool_from_first_to_last(zen, adapters, tiny_store, tmp_path):
         (("add", pool, adapters / "a", *store, "--adapters", 3), "leave out --adapters"),
         (("add", tmp_path / "new", adapters / "a", *store), "give --budget-bytes"),
         (("add", pool, tmp_path, *store), "has no adapter_config.json"),
+        (("add", tmp_path / "n", adapters / "a", *store, *MEAN), "--split is for opcm"),
         (("show", pool, "nobody"), "answers for 'nobody'"),
         (("ls", tmp_path / "no"), "is no pool"),
     ):
         status, _, err = zen(*wrong)
         assert (status, err.count("\n")) == (2, 1)
         assert said in err
+
+
+def test_opcm_takes_either_rule_for_its_block(zen, adapters, tiny_store, tmp_path):
+    pool, options = tmp_path / "pool", ("--store", tiny_store, "--budget-bytes", "1MiB")
+    assert zen("add", pool, adapters / "a", *options, "--split", "doc")[0] == 0
+    limits = json.loads(zen("ls", pool, "--json")[1])["limits"]
+    assert (limits["operation"], limits["split"]) == ("opcm", "doc")
 
 
 def test_a_simulation(zen, adapters, tiny_store):

@@ -100,4 +100,4 @@ def test_the_bench_looks_where_make_peers_installs(peers) -> None:
     assert set(FOLDERS.values()) == {program.name for program in peers.PACKAGED}
     assert PEERS == ROOT / ".peers"
     assert "tools/peers.py" in (ROOT / "Makefile").read_text()
-    assert "/.peers/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert "/.peers" in (ROOT / ".gitignore").read_text().splitlines()

@@ -307,7 +307,8 @@ async def test_a_requests_id_is_its_own_while_it_runs(served, worker, parts):
 
 
 async def test_every_call_leaves_a_record_however_it_ends(served, worker, records, parts):
-    await served.generate(ask(), metadata=(("traceparent", "00-aa-bb-01"),))
+    parent = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    await served.generate(ask(), metadata=(("traceparent", parent),))
     await served.refused(ask(model="nobody"))
     worker.script = lambda request, on_event: None
     call = served.stub.Generate(ask(), timeout=0.2)
@@ -319,7 +320,7 @@ async def test_every_call_leaves_a_record_however_it_ends(served, worker, record
     first = records[0]
     assert (first.model, first.version, first.samples) == ("coder", 3, 1)
     assert (first.prompt_tokens, first.answer_tokens) == (3, 2)
-    assert first.traceparent == "00-aa-bb-01" and first.seconds > 0
+    assert (first.traceparent, first.trace_id) == (parent, "ab" * 16) and first.seconds > 0
     assert [finish.completion_tokens for finish in first.finishes] == [2]
     assert (records[1].model, records[1].finishes) == ("", [])
     assert len({record.id for record in records}) == 3
