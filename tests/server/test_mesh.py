@@ -1,6 +1,7 @@
 """A whole server over eight devices answers as one over a single device does."""
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -36,14 +37,21 @@ MODEL = ModelConfig(
 )
 
 
+FAMILIES = [
+    "qwen2",
+    *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "mistral", "qwen3")),
+]
+
+
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In float32: over a base in bfloat16 each shard rounds activations in its own steps."""
+    model = dataclasses.replace(MODEL, family=request.param)
     rng = np.random.default_rng(5)
     root = tmp_path_factory.mktemp("mesh")
     base = {
         name: np.ones(shape) if "norm" in name else rng.normal(0, 0.3, shape)
-        for name, shape in tensor_shapes(MODEL).items()
+        for name, shape in tensor_shapes(model).items()
     }
     made = root / "store"
     for name in ("base", *VARIANTS):
@@ -54,8 +62,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             n: (w + rng.normal(0, size, w.shape)).astype(np.float32) for n, w in base.items()
         }
         save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(MODEL.to_hf()))
-        write_tokenizer(folder, MODEL.max_position)
+        (folder / "config.json").write_text(json.dumps(model.to_hf()))
+        write_tokenizer(folder, model.max_position)
         if name == "base":
             convert_base(folder, made, shards=8)
         else:
@@ -90,6 +98,7 @@ def answers(store: Path, devices: int) -> list[list[int]]:
         return asyncio.run(ask())
 
 
+@pytest.mark.parametrize("store", FAMILIES, indirect=True)
 def test_eight_devices_answer_as_one(store: Path, devices) -> None:
     one = answers(store, 1)
     assert len({tuple(tokens) for tokens in one}) == len(one), "else nothing is compared"
