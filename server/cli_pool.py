@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -69,6 +69,7 @@ Threshold = Annotated[
     "add", epilog="Example: zen pool add ./pool ./adapter --store ./store --budget-bytes 64MiB"
 )
 def add(
+    context: typer.Context,
     path: PoolPath,
     adapter: Annotated[
         Path, typer.Argument(metavar="ADAPTER", help="A PEFT folder with tasks.json beside it.")
@@ -91,16 +92,7 @@ def add(
     """
     from server.commands import pool as command
 
-    choices = command.Choices(
-        adapters,
-        budget_bytes,
-        None if policy is None else policy.value,
-        None if operation is None else operation.value,
-        None if split is None else split.value,
-        rank,
-        gate,
-        threshold,
-    )
+    choices = command.Choices(**_chosen(context.params))
     command.add(path, adapter, store, name, choices, as_json=as_json)
 
 
@@ -126,6 +118,7 @@ def show(
 
 @pool.command("simulate", epilog="Example: zen pool simulate ./adapters --store ./store")
 def simulate(
+    context: typer.Context,
     adapters_folder: Annotated[
         Path, typer.Argument(metavar="ADAPTERS", help="A folder of adapters with tasks.json.")
     ],
@@ -147,14 +140,23 @@ def simulate(
     """
     from server.commands import pool as command
 
-    choices = command.Choices(
-        adapters,
-        budget_bytes,
-        None if policy is None else policy.value,
-        None if operation is None else operation.value,
-        None if split is None else split.value,
-        rank,
-        gate,
-        threshold,
-    )
+    choices = command.Choices(**_chosen(context.params))
     command.simulate(adapters_folder, store, order, choices, as_json=as_json)
+
+
+_CHOICES = (
+    "adapters",
+    "budget_bytes",
+    "policy",
+    "operation",
+    "split",
+    "rank",
+    "gate",
+    "threshold",
+)
+
+
+def _chosen(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of Choices, from what was given by option."""
+    chosen = {name: given[name] for name in _CHOICES}
+    return {n: v.value if isinstance(v, StrEnum) else v for n, v in chosen.items()}
