@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--family", type=Path, default=FAMILY)
-    parser.add_argument("--texts", type=Path, help="where texts are kept (OUT/work/texts)")
+    parser.add_argument("--texts", type=Path, help="where texts are kept; else below OUT")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=NAMES)
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     given = parser.parse_args(arguments)
