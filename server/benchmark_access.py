@@ -1,8 +1,9 @@
 """What being let in and being watched costs: a server with TLS, tokens, quotas, traces and metrics
 beside the same server without.
 
-Both run in this process, one request at a time, which of them first by chance; no two prompts begin
-alike. The collector of traces is a process of its own, as it would be.
+Two of each run in this process, so that what two equal servers differ by is seen beside what the
+guard costs. One request at a time, which server first by chance; no two prompts begin alike. The
+collector of traces is a process of its own, as it would be.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,6 +36,8 @@ from zen_jax.checkpoint.store import Store
 
 _WARM = 8
 _NAMES = ("plain", "guarded")
+# Which of the names each server has, in the order in which they start: neither kind is first alone.
+_KINDS = (0, 1, 1, 0)
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,11 @@ def bench_access(path: Path, plan: AccessPlan, progress: Progress | None = None)
 
     Returns:
         {"servers": {"plain" | "guarded": {"ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms",
-        "tpot_p99_ms"}}, "over_plain": {"ttft", "ttft_low", "ttft_high", "tpot", ...}, "spans",
-        "plan", "device", "versions"}: the ratio of medians, with the 2.5th and the 97.5th
-        percentile of 2,000 bootstrap resamples of the requests, drawn in their pairs.
+        "tpot_p99_ms"}}, "over_plain": {"ttft", "ttft_low", "ttft_high", "tpot", ...},
+        "over_same": {"plain" | "guarded": the same of the second over the first}, "added_ms": the
+        same names, of the median difference in a round, "spans", "plan", "device", "versions"}.
+        Ratios are of medians; their ends are the 2.5th and the 97.5th percentile of 2,000
+        bootstrap resamples of the rounds, each a request of every server.
 
     Raises:
         ValueError: there is no store, prompts do not fit, or `trustme`, which makes the
@@ -84,22 +89,22 @@ def bench_access(path: Path, plan: AccessPlan, progress: Progress | None = None)
         _collector() as (url, received),
     ):
         guarded, access = _guard(options, Path(folder), url)
-        with (
-            running(store, options, progress) as one,
-            running(store, guarded, progress) as two,
-            ZenClient(one.address) as plain_client,
-            ZenClient(two.address, access=access) as guarded_client,
-        ):
-            vocabulary = store.base().config.vocab_size
-            clients = (plain_client, guarded_client)
-            times = _times(clients, plan, vocabulary, progress)
+        with ExitStack() as stack:
+            clients: list[ZenClient] = []
+            for kind in _KINDS:
+                served = stack.enter_context(running(store, guarded if kind else options, progress))
+                client = ZenClient(served.address, access=access if kind else Access())
+                clients.append(stack.enter_context(client))
+            times = _times(clients, plan, store.base().config.vocab_size, progress)
         spans = received()
-    return {
-        "servers": {name: _figures(times[:, i]) for i, name in enumerate(_NAMES)},
-        "over_plain": _ratios(times),
-        "spans": spans,
-        "plan": asdict(plan),
-    } | device_and_versions()
+    return (
+        _compared(times)
+        | {
+            "spans": spans,
+            "plan": asdict(plan),
+        }
+        | device_and_versions()
+    )
 
 
 def _guard(options: ServeOptions, folder: Path, url: str) -> tuple[ServeOptions, Access]:
@@ -159,25 +164,53 @@ def _ask(client: ZenClient, prompt: list[int], tokens: int) -> tuple[float, floa
     return first - start, (last - first) / max(1, tokens - had)
 
 
-def _figures(times: np.ndarray) -> dict[str, float]:
-    """[requests, 2] seconds as milliseconds."""
+def _compared(times: np.ndarray) -> dict[str, Any]:
+    """[rounds, servers, 2] seconds: what `bench_access` returns of them."""
+    by_kind = [times[:, np.equal(_KINDS, kind)] for kind in range(len(_NAMES))]
     return {
-        f"{name}_p{share}_ms": 1e3 * float(np.percentile(times[:, i], share))
+        "servers": {name: _figures(some) for name, some in zip(_NAMES, by_kind, strict=True)},
+        "over_plain": _ratios(*by_kind),
+        "over_same": {
+            name: _ratios(some[:, :1], some[:, 1:])
+            for name, some in zip(_NAMES, by_kind, strict=True)
+        },
+        "added_ms": _added(*by_kind),
+    }
+
+
+def _figures(times: np.ndarray) -> dict[str, float]:
+    """[rounds, servers, 2] seconds as milliseconds."""
+    return {
+        f"{name}_p{share}_ms": 1e3 * float(np.percentile(times[..., i], share))
         for i, name in enumerate(("ttft", "tpot"))
         for share in (50, 99)
     }
 
 
-def _ratios(times: np.ndarray) -> dict[str, float]:
-    """Of the guarded server's medians to the plain one's."""
-    rng = np.random.default_rng(2)
-    drawn = times[rng.integers(0, len(times), (2000, len(times)))]
+def _ratios(first: np.ndarray, second: np.ndarray) -> dict[str, float]:
+    """Of the second's medians to the first's, both [rounds, servers, 2]."""
+    return _estimates(lambda rows: np.divide(*_medians(second, first, rows)), len(first))
+
+
+def _added(first: np.ndarray, second: np.ndarray) -> dict[str, float]:
+    """Milliseconds that the second takes longer in a round, in the median."""
+    more = 1e3 * (second.mean(1) - first.mean(1))
+    return _estimates(lambda rows: np.median(more[rows], axis=-2), len(first))
+
+
+def _medians(one: np.ndarray, other: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+    """Of the rounds drawn, [..., rounds], over their servers too: [..., 2] of each."""
+    return [np.median(some[rows], axis=(-3, -2)) for some in (one, other)]
+
+
+def _estimates(of: Callable[[np.ndarray], np.ndarray], rounds: int) -> dict[str, float]:
+    """A figure of all rounds, and its ends in resamples of them; `of` gives [..., 2]."""
+    drawn = np.random.default_rng(2).integers(0, rounds, (2000, rounds))
+    whole, ends = of(np.arange(rounds)), np.percentile(of(drawn), (2.5, 97.5), axis=0)
     found: dict[str, float] = {}
     for i, name in enumerate(("ttft", "tpot")):
-        whole, some = np.median(times[..., i], 0), np.median(drawn[..., i], 1)
-        found[name] = float(whole[1] / whole[0])
-        low, high = np.percentile(some[:, 1] / some[:, 0], (2.5, 97.5))
-        found |= {f"{name}_low": float(low), f"{name}_high": float(high)}
+        low, high = ends[:, i]
+        found |= {name: float(whole[i]), f"{name}_low": float(low), f"{name}_high": float(high)}
     return found
 
 

@@ -25,6 +25,7 @@ from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc, variants_pb2, variants_pb2_grpc
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
+_REQUEST_ID_KEY = "x-request-id"
 # A time limit above it is none: 3 years, in seconds. gRPC cannot count much further.
 _LONGEST_S = 1e8
 _RETRIES, _OPEN = Retries(), Access()
@@ -38,6 +39,7 @@ class ZenError(Refusal):
         message: what the server says.
         fields: per field of the request that was not acceptable, what is wrong with it.
         retry_after_s: when the server proposes another try, in seconds, or None.
+        request_id: by which the server's logs and traces name the request, or "".
     """
 
     def __init__(self, error: grpc.RpcError):
@@ -46,10 +48,13 @@ class ZenError(Refusal):
         self.message: str = call.details() or ""
         self.fields: dict[str, str] = {}
         self.retry_after_s: float | None = None
+        self.request_id = ""
         super().__init__(f"{self.code}: {self.message}")
         for key, value in call.trailing_metadata() or ():
             if key == _STATUS_DETAILS_KEY:
                 self._read(status_pb2.Status.FromString(value))
+            elif key == _REQUEST_ID_KEY:
+                self.request_id = str(value)
 
     def _read(self, status: status_pb2.Status) -> None:
         bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()

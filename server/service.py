@@ -175,7 +175,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         """Streams the answer to one request, and frees its row however the call ends."""
         given = {key: str(value) for key, value in context.invocation_metadata() or ()}
         remaining_s = context.time_remaining()
-        await self.run(request, remaining_s, context.write, headers=given)
+        try:
+            await self.run(request, remaining_s, context.write, headers=given)
+        finally:
+            if request_id.get():
+                context.set_trailing_metadata(((REQUEST_ID, request_id.get()),))
 
     async def run(
         self,

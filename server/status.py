@@ -258,8 +258,10 @@ async def _send(context: Any, error: Exception) -> None:
     gone = isinstance(error, grpc.aio.InternalError)  # what a write to a closed call raises
     if not gone:
         failure = error if isinstance(error, StatusError) else internal_from(error)
+        told = rpc_status.to_status(failure.status)
+        kept = tuple(context.trailing_metadata() or ())
         try:
-            await context.abort_with_status(rpc_status.to_status(failure.status))
+            await context.abort(told.code, told.details, (*kept, *told.trailing_metadata))
         except grpc.aio.InternalError:
             gone = True
     if gone:

@@ -29,13 +29,22 @@ def _print(figures: dict[str, Any], plan: AccessPlan) -> None:
     for name, row in figures["servers"].items():
         table.add_row(name, *(f"{value:.3f}" for value in row.values()))
     console.stdout().print(table)
-    over = figures["over_plain"]
-    shares = (
-        f"{name.upper()} {over[name]:.3f} ({over[f'{name}_low']:.3f} to {over[f'{name}_high']:.3f})"
-        for name in ("ttft", "tpot")
-    )
+    same = figures["over_same"]
     console.say(
-        f"{figures['device']}; guarded over plain, by medians: {', '.join(shares)}. "
-        f"{plan.requests} requests each, {plan.prompt_tokens} tokens in and "
-        f"{plan.answer_tokens} out, one at a time; {figures['spans']} spans were collected."
+        f"{figures['device']}; {plan.requests} requests to each of two servers of a kind, "
+        f"{plan.prompt_tokens} tokens in and {plan.answer_tokens} out, one at a time; "
+        f"{figures['spans']} spans were collected.\n"
+        f"guarded over plain, by medians: {_ends(figures['over_plain'], 3)}\n"
+        f"guarded over plain, milliseconds more in a round: {_ends(figures['added_ms'], 2)}\n"
+        f"two plain servers: {_ends(same['plain'], 3)}\n"
+        f"two guarded servers: {_ends(same['guarded'], 3)}"
+    )
+
+
+def _ends(found: dict[str, float], digits: int) -> str:
+    """Both figures with their 95 % intervals."""
+    return ", ".join(
+        f"{name.upper()} {found[name]:.{digits}f} "
+        f"({found[f'{name}_low']:.{digits}f} to {found[f'{name}_high']:.{digits}f})"
+        for name in ("ttft", "tpot")
     )

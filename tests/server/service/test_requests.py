@@ -294,9 +294,12 @@ async def test_a_requests_id_is_its_own_while_it_runs(served, worker, parts):
     with pytest.raises(grpc.RpcError):
         await second.read()
     assert await second.code() is grpc.StatusCode.ALREADY_EXISTS
+    told = dict(tuple(await second.trailing_metadata()))
+    assert told["x-request-id"] == "mine-1" and told["grpc-status-details-bin"]
     gate.set()
     assert (await reading).text == "a"
-    await first.read()
+    await first.read()  # its end
+    assert ("x-request-id", "mine-1") in tuple(await first.trailing_metadata())
     assert [m.text for m in await served.generate(ask(), metadata=named)] == ["a"]
     for bad in ("a/b", "x" * 65, "a b"):
         call = served.stub.Generate(ask(), metadata=(("x-request-id", bad),))
