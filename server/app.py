@@ -124,7 +124,7 @@ class ZenServer:
         self._variants = VariantService(store, router)
         profiles = None if options.profiles is None else Profiles(options.profiles)
         self._operations = OperationService(self._snapshot, self._observing.recent, profiles)
-        self._health = Health(store, router)
+        self._health = Health(store, router, options.write_timeout_s)
         self._server: grpc.aio.Server | None = None
         self.http = self._http_server(Models(store, router))
         self._heartbeat: asyncio.Task[None] | None = None

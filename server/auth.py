@@ -28,6 +28,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from server.file_marks import mark
+
 _log = logging.getLogger(__name__)
 
 _TOKEN = re.compile(r"zen_([0-9a-f]{12})_([A-Za-z0-9_-]{43})", re.ASCII)
@@ -139,7 +141,7 @@ class Tokens:
         """
         self._path, self._clock, self._today = path, clock, today
         self._lock = threading.Lock()
-        self._mark = _mark(path)
+        self._mark = mark(path)
         self._entries = read_tokens(path)
         self._looked_at = clock()
 
@@ -169,24 +171,15 @@ class Tokens:
             return self._entries
 
     def _look(self) -> None:
-        mark = _mark(self._path)
-        if mark == self._mark:
+        before, self._mark = self._mark, mark(self._path)
+        if self._mark == before:
             return
-        self._mark = mark
         try:
             self._entries = read_tokens(self._path)
         except TokenFileError as error:
             _log.error("the tokens stay as they were: %s", error)
         else:
             _log.info("%d tokens are known now", len(self._entries))
-
-
-def _mark(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def read_tokens(path: Path) -> dict[str, _Entry]:

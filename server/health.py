@@ -14,8 +14,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from server import status
 from server.auth import Right, caller
 from server.router import Router
 from server.worker import Worker
@@ -32,39 +33,89 @@ OPERATIONS = operations_pb2.DESCRIPTOR.services_by_name["OperationService"].full
 VARIANT_PREFIX = "variants/"
 
 _STATUS = health_pb2.HealthCheckResponse
+# As the protocol proposes.
+_MOST_LISTED = 100
 _HEARTBEAT_S = 0.5
 # Looking at 500 variants takes some milliseconds.
 _VARIANTS_EVERY_S = 2.0
 
 
-_Library: Any = health.aio.HealthServicer  # pyright: ignore[reportAttributeAccessIssue]
+class Servicer(health_pb2_grpc.HealthServicer):
+    """Answers from what `tell` was told. A variant that the caller may not know of is unknown.
 
+    The library's own for asyncio holds a lock while it writes: one client that reads nothing would
+    keep everybody else, and the end of the server, waiting. It belongs to one event loop.
 
-class _Servicer(_Library):
-    """The library's, for which a variant that the caller may not know of is unknown."""
+    Attributes:
+        told: by name.
+    """
+
+    def __init__(self, write_timeout_s: float) -> None:
+        """Takes how long a watcher may leave what was sent unread, in seconds."""
+        self._write_timeout_s = write_timeout_s
+        self.told: dict[str, int] = {}
+        self._changed = asyncio.Event()
+
+    def tell(self, name: str, word: int) -> None:
+        """Sets what is said of a name."""
+        self.told[name] = word
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def Check(self, request: Any, context: Any) -> Any:
-        return await super().Check(_visible(request), context)
+        """What is said of a name; NOT_FOUND where there is none."""
+        name = request.service
+        if not _visible(name) or name not in self.told:
+            raise status.not_found("grpc.health.v1.Service", name, "there is no such service")
+        return _said(self.told[name])
+
+    async def List(self, request: Any, context: Any) -> Any:
+        """What is said of all names that the caller may know of."""
+        seen = {name: word for name, word in self.told.items() if _visible(name)}
+        if len(seen) > _MOST_LISTED:
+            text = f"there are {len(seen)} names; more than {_MOST_LISTED} are not listed"
+            raise status.resource_exhausted(text, None)
+        kind = health_pb2.HealthListResponse  # pyright: ignore[reportAttributeAccessIssue]
+        return kind(statuses={name: _said(word) for name, word in seen.items()})
 
     async def Watch(self, request: Any, context: Any) -> None:
-        await super().Watch(_visible(request), context)
+        """Sends what is said of a name whenever it changes."""
+        name: str = request.service
+        known, last = _visible(name), None
+        while True:
+            changed = self._changed
+            word: int = _STATUS.SERVICE_UNKNOWN
+            if known and name in self.told:
+                word = self.told[name]
+            if word != last:
+                last = word
+                try:
+                    async with asyncio.timeout(self._write_timeout_s):
+                        await context.write(_said(word))
+                except TimeoutError:
+                    text = f"nothing was read for {self._write_timeout_s:g} s"
+                    raise status.cancelled(text) from None
+            await changed.wait()
 
 
-def _visible(request: Any) -> Any:
-    name = request.service.removeprefix(VARIANT_PREFIX)
-    if name == request.service or (caller().may(Right.list) and caller().may_use(name)):
-        return request
-    return health_pb2.HealthCheckRequest(service=VARIANT_PREFIX)  # there is no such name
+def _said(word: int) -> Any:
+    return _STATUS(status=word)  # pyright: ignore[reportArgumentType]
+
+
+def _visible(service: str) -> bool:
+    name = service.removeprefix(VARIANT_PREFIX)
+    return name == service or (caller().may(Right.list) and caller().may_use(name))
 
 
 class Health:
     """The servicer of grpc.health.v1. It belongs to the event loop that it is served from."""
 
-    def __init__(self, store: Store, router: Router) -> None:
-        """Takes what variants are looked up in."""
-        self.servicer: Any = _Servicer()
+    def __init__(self, store: Store, router: Router, write_timeout_s: float) -> None:
+        """Takes what variants are looked up in, and how long a watcher may leave what was sent
+        unread, in seconds."""
+        self.servicer = Servicer(write_timeout_s)
+        self._stopping = False
         self._store, self._router = store, router
-        self._told: dict[str, int] = {}
 
     async def started(self) -> None:
         """The port is open, and no engine is there yet."""
@@ -77,12 +128,14 @@ class Health:
 
     async def dead(self) -> None:
         """The engine has died; only what needs none still works."""
-        names = ("", GENERATE, LIVE, *self._told)
+        names = ("", GENERATE, LIVE, *self.servicer.told)
         await self._set({name: name in (VARIANTS, OPERATIONS) for name in names})
 
     async def stopping(self) -> None:
         """Everything is NOT_SERVING from here on."""
-        await self.servicer.enter_graceful_shutdown()
+        self._stopping = True
+        for name in self.servicer.told:
+            self.servicer.tell(name, _STATUS.NOT_SERVING)
 
     async def look(self, failed: frozenset[str]) -> None:
         """Says of each variant whether it can be served.
@@ -92,22 +145,23 @@ class Health:
         """
         sound = await asyncio.to_thread(_sound, self._store, self._router, failed)
         statuses: dict[str, bool | None] = {VARIANT_PREFIX + name: ok for name, ok in sound.items()}
-        gone = [n for n in self._told if n.startswith(VARIANT_PREFIX) and n not in statuses]
+        gone = [n for n in self.servicer.told if n.startswith(VARIANT_PREFIX) and n not in statuses]
         await self._set(statuses | dict.fromkeys(gone))
 
     async def _set(self, serving: Mapping[str, bool | None]) -> None:
         """Sets what has changed; None is for a name that is gone."""
+        if self._stopping:
+            return
         words = {
             True: _STATUS.SERVING,
             False: _STATUS.NOT_SERVING,
             None: _STATUS.SERVICE_UNKNOWN,
         }
         for name, state in serving.items():
-            if self._told.get(name) != words[state]:
+            if self.servicer.told.get(name) != words[state]:
                 if state is False and name.startswith(VARIANT_PREFIX):
                     _log.warning("%s cannot be served; `zen verify` may say why", name)
-                self._told[name] = words[state]
-                await self.servicer.set(name, words[state])
+                self.servicer.tell(name, words[state])
 
 
 def _sound(store: Store, router: Router, failed: frozenset[str]) -> dict[str, bool]:

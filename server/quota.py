@@ -20,8 +20,9 @@ class QuotaSpent(Exception):
 
 
 @dataclass
-class _Use:
-    running: int = 0
+class _Had:
+    """Tokens that were had and have not worn off, as of a time."""
+
     tokens: float = 0.0
     at: float = 0.0
 
@@ -29,15 +30,18 @@ class _Use:
 class Quotas:
     """Counts by tenant. It belongs to one thread.
 
-    Tokens are those of prompts and what answers may have at most, counted when a request comes;
-    what an answer did not use is given back at its end. They wear off evenly, so that a tenant can
-    have a minute's worth at once and then as many as come back.
+    Requests count together for all of a tenant; tokens for those of its callers that have the same
+    limit: one that has none, or another, neither uses theirs up nor keeps them from wearing off.
+    They are those of prompts and what answers may have at most, counted when a request comes; what
+    an answer did not use is given back at its end. They wear off evenly, so that a tenant can have
+    a minute's worth at once and then as many as come back.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Takes a clock in seconds."""
         self._clock = clock
-        self._uses: dict[str, _Use] = {}
+        self._running: dict[str, int] = {}
+        self._had: dict[tuple[str, int], _Had] = {}
 
     @contextmanager
     def running(self, identity: Identity) -> Iterator[None]:
@@ -46,18 +50,19 @@ class Quotas:
         Raises:
             QuotaSpent: it has as many as it may.
         """
-        use = self._use(identity)
-        most = identity.most_requests
-        if most is not None and use.running >= most:
+        tenant, most = identity.tenant, identity.most_requests
+        under_way = self._running.get(tenant, 0)
+        if most is not None and under_way >= most:
             text = f"{most} requests of this tenant are under way, which is its limit"
             raise QuotaSpent(text, 1.0)
-        use.running += 1
+        self._running[tenant] = under_way + 1
         try:
             yield
         finally:
-            use.running -= 1
-            if not use.running and self._worn(use, identity) <= 0:
-                self._uses.pop(identity.tenant, None)
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
+            self._forget(identity)
 
     @contextmanager
     def spending(
@@ -75,8 +80,9 @@ class Quotas:
         if most is None:
             yield
             return
-        use, tokens = self._use(identity), prompt + answers
-        had = self._worn(use, identity)
+        tokens = prompt + answers
+        use = self._had.setdefault((identity.tenant, most), _Had(at=self._clock()))
+        had = self._worn(use, most)
         # What alone passes a minute's worth is let in where nothing else was had.
         if had > 0 and had + tokens > most:
             wait_s = min(had, had + tokens - most) * _MINUTE_S / most
@@ -86,14 +92,17 @@ class Quotas:
         try:
             yield
         finally:
-            use.tokens = max(0.0, self._worn(use, identity) - (answers - used()))
+            use.tokens = max(0.0, self._worn(use, most) - (answers - used()))
 
-    def _use(self, identity: Identity) -> _Use:
-        return self._uses.setdefault(identity.tenant, _Use(at=self._clock()))
+    def _forget(self, identity: Identity) -> None:
+        """Drops what has worn off."""
+        most = identity.tokens_per_minute
+        use = None if most is None else self._had.get((identity.tenant, most))
+        if use is not None and most is not None and self._worn(use, most) <= 0:
+            del self._had[identity.tenant, most]
 
-    def _worn(self, use: _Use, identity: Identity) -> float:
+    def _worn(self, use: _Had, most: int) -> float:
         now = self._clock()
-        rate = (identity.tokens_per_minute or 0) / _MINUTE_S
-        use.tokens = max(0.0, use.tokens - rate * (now - use.at))
+        use.tokens = max(0.0, use.tokens - most / _MINUTE_S * (now - use.at))
         use.at = now
         return use.tokens

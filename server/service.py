@@ -190,6 +190,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         prepared: Callable[[Request], None] = lambda request: None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         headers: Mapping[str, str] = _NO_HEADERS,
+        prompt: int = 0,
     ) -> None:
         """Answers one request by `write`, which may take its time for each message, up to a limit.
 
@@ -202,11 +203,12 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             prepared: told of the first sample's request before any piece of an answer.
             max_tokens: what is taken where the message gives none and the context has the room.
             headers: the call's; those that `server.records` names are looked at.
+            prompt: which of the call's prompts this is; from 1 on it has an id of its own.
 
         Raises:
             StatusError: what the caller is told.
         """
-        record = self._record(headers)
+        record = self._record(headers, prompt)
         request_id.set(record.id)
         try:
             with self._named(record):
@@ -228,13 +230,14 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             for observe in self._observers:
                 observe(record)
 
-    def _record(self, headers: Mapping[str, str]) -> CallRecord:
-        """Of a call that has just come."""
+    def _record(self, headers: Mapping[str, str], prompt: int) -> CallRecord:
+        """Of a call that has just come, or of one of its later prompts."""
         identity = caller()
         name = headers.get(REQUEST_ID) or uuid.uuid4().hex
         traceparent, trace_id = usable_traceparent(headers.get(TRACEPARENT, ""))
+        own = f"{name}/{prompt}" if prompt else name  # no caller can give an id with a slash
         return CallRecord(
-            name if usable_id(name) else "",
+            own if usable_id(name) else "",
             identity.token,
             identity.tenant,
             traceparent,
@@ -337,7 +340,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         first = replace(first, tenant=identity.tenant)
         later = replace(sampling, prompt_logprobs=None)
         requests = [
-            first if i == 0 else replace(first, id=f"{first.id}-{i}", sampling=later, sample=i)
+            first if i == 0 else replace(first, id=f"{first.id}#{i}", sampling=later, sample=i)
             for i in range(sampling.n)
         ]
         record.prepared(requests)

@@ -8,9 +8,11 @@ import ssl
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
+
+from server.file_marks import Mark, mark
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +44,17 @@ class TlsFiles:
         Raises:
             TlsFileError: one cannot be read, or key and certificate do not belong together.
         """
+        return self._read()[1]
+
+    def context(self) -> ssl.SSLContext:
+        """What Python's own TLS takes.
+
+        Raises:
+            TlsFileError: as `read`.
+        """
+        return self._read()[0]
+
+    def _read(self) -> tuple[ssl.SSLContext, tuple[bytes, bytes, bytes | None]]:
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.certificate, self.key, password=_no_password)
@@ -49,7 +62,8 @@ class TlsFiles:
             if self.client_roots is not None:
                 roots = self.client_roots.read_bytes()
                 context.load_verify_locations(cadata=roots.decode())
-            return self.key.read_bytes(), self.certificate.read_bytes(), roots
+                context.verify_mode = ssl.CERT_REQUIRED
+            return context, (self.key.read_bytes(), self.certificate.read_bytes(), roots)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             why = getattr(error, "reason", None) or getattr(error, "strerror", None)
             raise TlsFileError(
@@ -75,17 +89,10 @@ class Watched:
         before, self._marks = self._marks, self._look()
         return before != self._marks
 
-    def _look(self) -> list[tuple[int, int, int] | None]:
+    def _look(self) -> list[Mark | None]:
         files = self.files
-        return [_mark(path) for path in (files.certificate, files.key, files.client_roots)]
-
-
-def _mark(path: Path | None) -> tuple[int, int, int] | None:
-    try:
-        found = None if path is None else path.stat()
-    except OSError:
-        return None
-    return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+        paths = (files.certificate, files.key, files.client_roots)
+        return [None if path is None else mark(path) for path in paths]
 
 
 class Credentials:
@@ -124,16 +131,37 @@ class Credentials:
                 return None
 
 
-async def follow(context: ssl.SSLContext, files: TlsFiles) -> None:
-    """Loads the files into a context whenever they change; never ends by itself."""
-    watched = Watched(files)
-    while True:
-        await asyncio.sleep(_LOOK_EVERY_S)  # files tell nobody that they have changed
-        if watched.changed():
-            try:
-                files.read()  # before the context has half of them
-                context.load_cert_chain(files.certificate, files.key, password=_no_password)
-                if files.client_roots is not None:
-                    context.load_verify_locations(files.client_roots)
-            except TlsFileError as error:
-                _log.error("the certificate stays as it was: %s", error)
+class Following(ssl.SSLContext):
+    """A server's context that has every new connection use the newest files.
+
+    A root that has been loaded cannot be taken out of a context again, nor a session be forgotten
+    that a client could go on with. So each change makes another context.
+    """
+
+    _current: ssl.SSLContext
+
+    @classmethod
+    def of(cls, files: TlsFiles) -> Self:
+        """Reads the files.
+
+        Raises:
+            TlsFileError: they cannot be used.
+        """
+        context = cls(ssl.PROTOCOL_TLS_SERVER)
+        context._current = files.context()
+        return context
+
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        """What asyncio speaks TLS with over one connection."""
+        return self._current.wrap_bio(*args, **options)
+
+    async def follow(self, files: TlsFiles) -> None:
+        """Looks whether the files change; never ends by itself."""
+        watched = Watched(files)
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)  # files tell nobody that they have changed
+            if watched.changed():
+                try:
+                    self._current = files.context()
+                except TlsFileError as error:
+                    _log.error("the certificate stays as it was: %s", error)

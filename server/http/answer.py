@@ -13,7 +13,6 @@ from server.http.errors import of_status
 from server.http.pieces import Counts, Piece, Spelling, Track, finish_of, told, usage_of
 from server.http.reply import Reply, encoded
 from server.http.schema import Call
-from server.records import REQUEST_ID
 from server.requests import Request
 from server.service import GenerateService
 from server.status import StatusError
@@ -64,13 +63,6 @@ class Answer:
             "system_fingerprint": None,
         }
 
-    def _headers_of(self, prompt: int) -> dict[str, str]:
-        """Those of one of the call's prompts: each is a request with an id of its own."""
-        headers = dict(self._headers)
-        if prompt:
-            headers[REQUEST_ID] += f".{prompt}"
-        return headers
-
     async def run(self, service: GenerateService, since: float, reply: Reply) -> None:
         """Runs the call and sends what comes of it.
 
@@ -106,7 +98,8 @@ class Answer:
                         partial(take, prompt),
                         prepared=partial(self._prepared, prompt),
                         max_tokens=self._call.max_tokens,
-                        headers=self._headers_of(prompt),
+                        headers=self._headers,
+                        prompt=prompt,
                     )
                 except StatusError as error:
                     raise of_status(error, partial(self._call.param_of, prompt)) from None

@@ -148,7 +148,7 @@ class Api:
             self._open += 1
             try:
                 headers = _headers(scope)
-                name = headers.setdefault(REQUEST_ID, uuid.uuid4().hex)
+                name = headers[REQUEST_ID] = headers.get(REQUEST_ID) or uuid.uuid4().hex
                 if usable_id(name):
                     reply.always[REQUEST_ID.encode()] = name.encode()
                 call = await _read_call(shape, scope, receive)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from server.address import PortInUse, why_not
 from server.http.app import ABORT, MAX_HEAD_BYTES
 from server.http.errors import HttpError
-from server.tls import TlsFiles, follow
+from server.tls import Following, TlsFiles
 
 # In which a request's headers have to come, once a connection is there or something of them is.
 _HEAD_S = 10.0
@@ -47,9 +46,13 @@ class HttpServer:
             port: 0 takes a free one.
             write_timeout_s: how long what was sent may lie unread, in seconds.
             tls: what the server is known by; None speaks in the clear.
+
+        Raises:
+            TlsFileError: its files cannot be used.
         """
         self.address = ""
         self._tls = tls
+        self._context = context = None if tls is None else Following.of(tls)
         self._host, self._port = host, port
         config = uvicorn.Config(
             app,
@@ -63,7 +66,7 @@ class HttpServer:
             server_header=False,
             h11_max_incomplete_event_size=2 * MAX_HEAD_BYTES,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            **_tls_settings(tls),
+            ssl_context_factory=None if context is None else lambda *_: context,
         )
         self._config = config
         self._server = _Server(config)
@@ -94,8 +97,8 @@ class HttpServer:
         self.address = f"{self._host}:{listener.getsockname()[1]}"
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         await self._server.opened.wait()
-        if self._tls is not None and self._config.ssl is not None:
-            self._following = asyncio.create_task(follow(self._config.ssl, self._tls))
+        if self._tls is not None and self._context is not None:
+            self._following = asyncio.create_task(self._context.follow(self._tls))
 
     async def stop(self, closing_s: float) -> None:
         """Closes the port; responses under way have so many seconds to be read."""
@@ -106,16 +109,6 @@ class HttpServer:
         await self._task
         if self._following is not None:
             self._following.cancel()
-
-
-def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
-    """What uvicorn is told of it."""
-    if tls is None:
-        return {}
-    settings: dict[str, Any] = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
-    if tls.client_roots is not None:
-        settings |= {"ssl_ca_certs": str(tls.client_roots), "ssl_cert_reqs": ssl.CERT_REQUIRED}
-    return settings
 
 
 class _Server(uvicorn.Server):

@@ -4,6 +4,7 @@ No engine is needed for any of it: a call that is let in finds a server that is 
 """
 
 import asyncio
+import contextlib
 import http.client
 import json
 import ssl
@@ -412,3 +413,24 @@ async def test_http_has_the_certificate_too(tiny_store, tmp_path, authority):
         mine = write(tmp_path / "mine", authority.issue_cert("me@example.org"), authority)
         trusted.load_cert_chain(mine.certificate, mine.key)
         assert (await ask(server, "/v1/models", verify=trusted)).status_code == 200
+        # Another authority: who had a certificate of the first is not known any more.
+        new = trustme.CA()
+        (tmp_path / "theirs").mkdir()
+        theirs = write(tmp_path / "theirs", new.issue_cert("they@example.org"), new)
+        new.cert_pem.write_to_path(tmp_path / "ca.pem")
+        known = ssl.create_default_context()
+        authority.configure_trust(known)
+        known.load_cert_chain(theirs.certificate, theirs.key)
+        for _ in range(100):
+            if await knows(server, known):
+                break
+            await asyncio.sleep(0.1)  # the server looks at its files once a second
+        assert await knows(server, known)
+        with pytest.raises(NO_ANSWER):
+            await ask(server, "/v1/models", verify=trusted)
+
+
+async def knows(server: ZenServer, context: ssl.SSLContext) -> bool:
+    with contextlib.suppress(*NO_ANSWER):
+        return (await ask(server, "/v1/models", verify=context)).status_code == 200
+    return False

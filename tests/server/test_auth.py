@@ -1,5 +1,6 @@
 """Tokens in their file, quotas, and who may do what."""
 
+import contextlib
 import hmac
 import json
 from pathlib import Path
@@ -115,10 +116,19 @@ def test_tokens_come_and_go_without_a_restart(
     assert tokens.identify(second)
     with pytest.raises(NotAuthenticated):
         tokens.identify(first)
+    known = file.read_text()
     file.write_text("{")
     clock.now = 2.0
     assert tokens.identify(second), "a file that cannot be read changes nothing"
     assert "the tokens stay as they were" in caplog.text
+    file.chmod(0o660)
+    file.write_text(known.replace(second.split("_")[1], "0" * 12))
+    clock.now = 3.0
+    assert tokens.identify(second), "others could write the file"
+    file.chmod(0o600)
+    clock.now = 4.0
+    with pytest.raises(NotAuthenticated):
+        tokens.identify(second)
     with pytest.raises(TokenFileError, match="no token of the id"):
         new_token(file.with_name("other"))
         revoke_token(file.with_name("other"), first.split("_")[1])
@@ -201,6 +211,30 @@ def test_a_tenant_has_so_many_tokens_a_minute(clock: Clock):
     take(10_000, 0, 0)  # more than a minute's worth, where nothing else was had
     with pytest.raises(QuotaSpent):
         take(1, 0, 0)
+
+
+@pytest.mark.parametrize("beside", [None, 60, 6000])
+def test_a_token_of_another_limit_neither_uses_up_nor_holds_what_was_had(
+    clock: Clock, beside: int | None
+):
+    quotas = Quotas(clock)
+    acme = Identity("1", "acme", tokens_per_minute=600)
+    other = Identity("2", "acme", tokens_per_minute=beside)
+
+    def take(identity: Identity, prompt: int) -> None:
+        with quotas.running(identity), quotas.spending(identity, prompt, 0, lambda: 0):
+            pass
+
+    take(acme, 500)
+    for _ in range(30):
+        clock.now += 1
+        with contextlib.suppress(QuotaSpent):
+            take(other, 10)
+    with pytest.raises(QuotaSpent, match="had 200 of its 600") as caught:
+        take(acme, 500)
+    assert caught.value.retry_after_s == pytest.approx(10)
+    clock.now += 10
+    take(acme, 500)
 
 
 def test_what_a_failed_answer_did_not_use_comes_back(clock: Clock):

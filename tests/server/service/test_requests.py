@@ -301,12 +301,15 @@ async def test_a_requests_id_is_its_own_while_it_runs(served, worker, parts):
     await first.read()  # its end
     assert ("x-request-id", "mine-1") in tuple(await first.trailing_metadata())
     assert [m.text for m in await served.generate(ask(), metadata=named)] == ["a"]
-    for bad in ("a/b", "x" * 65, "a b"):
+    for bad in ("a/b", "x" * 65, "a b", "mine-1#1"):
         call = served.stub.Generate(ask(), metadata=(("x-request-id", bad),))
         with pytest.raises(grpc.RpcError):
             await call.read()
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert len(worker.requests) == 2
+    # What its samples are called no caller can give.
+    await served.generate(ask(n=2), metadata=named)
+    assert [request.id for request in worker.requests[2:]] == ["/mine-1", "/mine-1#1"]
 
 
 async def test_every_call_leaves_a_record_however_it_ends(served, worker, records, parts):
