@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from server.address import PortInUse, why_not
 from server.admin import VariantService
 from server.auth import Tokens
+from server.connections import HANDSHAKE_S, most_connections
 from server.health import GENERATE, OPERATIONS, VARIANTS, Health, watch
 from server.http.app import Api
 from server.http.models import Models
@@ -78,6 +79,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 4 << 20),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
+    ("grpc.server_handshake_timeout_ms", int(1e3 * HANDSHAKE_S)),
 )
 
 
@@ -136,10 +138,13 @@ class ZenServer:
             PortInUse: an address cannot be listened on.
         """
         options = self._options
-        streams = ("grpc.max_concurrent_streams", options.most_streams)
+        bounds = (
+            ("grpc.max_concurrent_streams", options.most_streams),
+            ("grpc.max_allowed_incoming_connections", most_connections()),
+        )
         server = grpc.aio.server(
             interceptors=[ErrorInterceptor(self._gate.call)],
-            options=(*_CHANNEL_OPTIONS, streams),
+            options=(*_CHANNEL_OPTIONS, *bounds),
         )
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(self._generate, server)
         variants_pb2_grpc.add_VariantServiceServicer_to_server(self._variants, server)

@@ -26,6 +26,7 @@ class KvDtype(StrEnum):
 
 
 def plan(
+    context_: typer.Context,
     model: Annotated[
         str, typer.Option(help="A folder with config.json, such a file, or a well-known name.")
     ] = "llama-3.1-70b",
@@ -53,7 +54,10 @@ def plan(
     rank: Annotated[int, typer.Option(help="Of the pool's adapters.")] = 16,
     memory: Annotated[float, typer.Option(help="Of the pool's device, in GB of 1e9.")] = 16.0,
     out: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Figures, and a picture beside.")
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Figures, and without --pool a picture beside."
+        ),
     ] = None,
 ) -> None:
     """Will it fit, and how fast could it be; status 1 when it does not fit."""
@@ -64,9 +68,7 @@ def plan(
     from zen_jax.plan.report import Request
 
     if pool is not None:
-        sizes = (pool, rank, round(memory * 1e9), context, base_dtype.value, kv_dtype.value)
-        if not command.run_pool(model, sizes, out):
-            raise typer.Exit(1)
+        _plan_pool(context_, pool, memory, out)
         return
     chip, count = parse_chips(chips)
     request = Request(
@@ -83,4 +85,22 @@ def plan(
     )
     depths = sorted({*(layers or LAYERS)}) if compiled else []
     if not command.run(request, out, depths):
+        raise typer.Exit(1)
+
+
+def _plan_pool(context: typer.Context, pool: int, memory: float, out: Path | None) -> None:
+    """A small device; options of a node are refused."""
+    from server.commands import plan as command
+
+    for name in ("variants", "chips", "rows", "prompt", "compiled", "layers"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "compile" if name == "compiled" else name
+            raise ValueError(f"--{option} says nothing beside --pool; leave one of them out")
+    if not 0 < memory < 1e6:
+        raise ValueError(f"--memory is {memory}; expected GB of a device, above 0 and below 1e6")
+    given = context.params
+    dtypes = given["base_dtype"].value, given["kv_dtype"].value
+    sizes = (pool, given["rank"], round(memory * 1e9), given["context"], *dtypes)
+    if not command.run_pool(given["model"], sizes, out):
         raise typer.Exit(1)

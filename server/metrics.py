@@ -149,8 +149,12 @@ def _variants(seen: WorkerSnapshot) -> Iterator[Any]:
     yield CounterMetricFamily("zen_variant_evictions", "Slots given up", seen.evictions)
     yield gauge("zen_host_bytes", "Host memory of variants and loads", seen.host_used)
     in_use = gauge("zen_variant_requests", "Requests that use a variant", labels=["model"])
-    for status in seen.variants[:MOST_MODELS]:
-        in_use.add_metric([status.variant.name], status.leases + status.waiting)
+    by_name: dict[str, int] = {}  # several versions of a name may be there at a time
+    for status in seen.variants:
+        name = status.variant.name
+        by_name[name] = by_name.get(name, 0) + status.leases + status.waiting
+    for name in list(by_name)[:MOST_MODELS]:
+        in_use.add_metric([name], by_name[name])
     yield in_use
 
 

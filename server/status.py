@@ -184,10 +184,17 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         details: Any = handler_call_details
+        who: Identity | Exception
+        try:
+            who = self._authorize(details.method, details.invocation_metadata)
+        except Exception as error:
+            who = error
 
         def enter(request: Any) -> None:
             """In the call's own task, before its handler."""
-            answering(self._authorize(details.method, details.invocation_metadata))
+            if isinstance(who, Exception):
+                raise who
+            answering(who)
             _check_decoded(request)
 
         guard = _guard_stream if handler.response_streaming else _guard_unary
@@ -199,7 +206,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         }
         behaviour, make = kinds[handler.request_streaming, handler.response_streaming]
         read = handler.request_deserializer
-        if not handler.request_streaming:
+        if isinstance(who, Exception):
+            read = None  # what somebody sends who may not is not even parsed
+        elif not handler.request_streaming:
             read = _lenient(read)
         return make(guard(behaviour, enter), read, handler.response_serializer)
 

@@ -5,7 +5,9 @@ that would change the arithmetic and is not implemented is an error, never ignor
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from reprlib import repr as shortened
 from typing import Any, Literal, cast, get_args
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
@@ -67,6 +69,11 @@ _DERIVED: Mapping[str, tuple[type, ...]] = {
     "max_window_layers": (int,),
     "layer_types": (list,),
 }
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Settings of which 0 makes no sense.
+_AT_LEAST_ONE = frozenset(
+    {*_READ.values(), "num_key_value_heads", "head_dim", "sliding_window"} - {"rms_norm_eps"}
+)
 # Beyond any model; a configuration is not trusted, and shapes are listed before files are read.
 _MAX_LAYERS, _MAX_SIZE = 1024, 2**31 - 1
 # What Hugging Face takes for granted where a configuration says nothing.
@@ -277,18 +284,29 @@ def _check_types(config: Mapping[str, Any]) -> None:
         if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
             expected = " or ".join(each.__name__ for each in kind)
             raise ValueError(f"config.json sets {key} to {value!r}; expected {expected}")
-        if isinstance(value, int) and kind != _NUMBER and not 0 <= value < 2**31:
-            raise ValueError(f"config.json sets {key} to {value!r}; expected 0 to {2**31 - 1}")
-        if key == "num_attention_heads" and not value:
-            raise ValueError("config.json sets num_attention_heads to 0; expected 1 or more")
+        if kind == _NUMBER:
+            _finite(key, value)
+        elif isinstance(value, int):
+            least, most = int(key in _AT_LEAST_ONE), _MAX_LAYERS if "layers" in key else _MAX_SIZE
+            if not least <= value <= most:
+                raise ValueError(f"config.json sets {key} to {value!r}; expected {least} to {most}")
+
+
+def _finite(name: str, value: Any) -> float:
+    """A number of a configuration, which may be anything that JSON holds."""
+    try:
+        if not isinstance(value, bool) and isinstance(value, _NUMBER) and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ValueError(f"config.json sets {name} to {shortened(value)}; expected a finite number")
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, float | Llama3Rope | None]:
     """Theta and scaling, from the places where old and new configurations keep them."""
     new, old = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
-    if not isinstance(new.get("rope_theta") or 1, _NUMBER):
-        raise ValueError(f"config.json sets rope_theta to {new['rope_theta']!r}; expected a number")
-    theta = float(new.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    theta = new.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    theta = _finite("rope_theta", theta)
     rule = new if new.get("rope_type", "default") != "default" or not old else old
     rule.pop("rope_theta", None)
     kind = rule.pop("rope_type", None) or rule.pop("type", None) or "default"
@@ -308,14 +326,13 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, float | Llama3Rope | None]:
             f"config.json sets rope scaling {kind!r} with {sorted(rule)}; implemented are "
             "'default', 'linear' with factor, and 'llama3' with its four settings"
         )
-    if any(isinstance(v, bool) or not isinstance(v, _NUMBER) for v in rule.values()):
-        raise ValueError(f"config.json sets rope scaling {kind!r} with {rule!r}; expected numbers")
+    numbers = [_finite(f"rope scaling {kind!r}, {name}", rule[name]) for name in names[kind]]
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, float(rule["factor"])
-    factor, low, high, original = (rule[name] for name in names["llama3"])
-    return theta, Llama3Rope(float(factor), float(low), float(high), int(original))
+        return theta, numbers[0]
+    factor, low, high, original = numbers
+    return theta, Llama3Rope(factor, low, high, int(original))
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -331,16 +348,16 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
         return ()
     kinds = config.get("layer_types")
     if not config.get("use_sliding_window") or size is None:
-        if kinds and set(kinds) != {"full_attention"}:
+        if kinds and any(kind != "full_attention" for kind in kinds):
             raise ValueError("config.json has sliding layer_types, but no sliding window in use")
         return ()
     if kinds is None:
         first = config.get("max_window_layers", _QWEN_WINDOW_LAYERS)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+    if len(kinds) != layers or any(kind not in _LAYER_TYPES for kind in kinds):
         raise ValueError(
-            f"config.json has layer_types {kinds!r}; expected {layers} of 'full_attention' and "
-            "'sliding_attention'"
+            f"config.json has layer_types {shortened(kinds)}; expected {layers} of "
+            "'full_attention' and 'sliding_attention'"
         )
     windows = tuple(cast(int, size) if kind == "sliding_attention" else None for kind in kinds)
     return windows if any(windows) else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -34,12 +34,14 @@ def status(address: str, access: Access, every: float, *, once: bool, as_json: b
             return
         out = console.stdout()
         if once or not out.is_terminal:
-            out.print(view(first, address))
+            out.print(view(first, address, out.width))
             return
-        with Live(view(first, address), console=out, screen=True, auto_refresh=False) as live:
+        with Live(
+            view(first, address, out.width), console=out, screen=True, auto_refresh=False
+        ) as live:
             while True:
                 time.sleep(every)  # between two looks
-                live.update(_look(client, address), refresh=True)
+                live.update(_look(client, address, out.width), refresh=True)
 
 
 def profile(address: str, access: Access, seconds: float, *, as_json: bool) -> None:
@@ -52,21 +54,21 @@ def profile(address: str, access: Access, seconds: float, *, as_json: bool) -> N
         console.say(f"recorded {made.name}, {made.bytes:,} bytes, in the server's --profiles")
 
 
-def _look(client: OperationsClient, address: str) -> RenderableType:
+def _look(client: OperationsClient, address: str, width: int) -> RenderableType:
     """The next picture; a server that cannot be asked for a while is said to be away."""
     try:
-        return view(client.status(), address)
+        return view(client.status(), address, width)
     except ZenError as error:
         if error.code not in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
             raise
         return Text(f"{address} does not answer: {error.message}", style="red")
 
 
-def view(seen: pb.GetStatusResponse, address: str) -> Group:
-    """A server as a picture of text."""
+def view(seen: pb.GetStatusResponse, address: str, width: int) -> Group:
+    """A server as a picture of text, in a terminal of so many columns."""
     up = timedelta(seconds=round(_seconds(seen.uptime) or 0))
     head = Text(f"{address}  up {up}", style="bold")
-    return Group(head, _bars(seen), _recent(seen.recent), _models(seen.models), _since(seen))
+    return Group(head, _bars(seen), _recent(seen.recent), _models(seen.models, width), _since(seen))
 
 
 def _bars(seen: pb.GetStatusResponse) -> Table:
@@ -97,29 +99,39 @@ def _recent(recent: pb.Recent) -> Text:
     )
 
 
-def _models(models: Iterable[pb.ModelStatus]) -> Table:
+def _models(models: Collection[pb.ModelStatus], width: int) -> Table:
+    """A line for each; what is least asked for is left out where there is no room."""
+    names = [name for name in _COLUMNS if width >= _WIDE or name not in _WIDE_ONLY]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("model")
-    for title in ("version", "state", "slot", "stays", "in use", "waiting"):
-        table.add_column(title)
-    for title in ("requests/s", "bytes", "TTFT P50", "P99"):
-        table.add_column(title, justify="right")
+    for name in names:
+        right = name in ("requests/s", "bytes", "TTFT P50", "P99")
+        least = max((len(str(_COLUMNS[name](model))) for model in models), default=0)
+        whole = least if name in ("model", "state") else None
+        table.add_column(name, justify="right" if right else "left", min_width=whole)
     for model in models:
-        stays = "pinned" if model.pinned else "asked for most" if model.kept else ""
-        table.add_row(
-            model.name,
-            str(model.version or ""),
-            Text(model.state, style=_STYLES.get(model.state, "")),
-            str(model.slot) if model.HasField("slot") else "",
-            stays,
-            str(model.leases or ""),
-            str(model.waiting or ""),
-            f"{model.requests_per_s:.2g}" if model.version else "",
-            _size(model.bytes) if model.bytes else "",
-            _ms(model, "ttft_p50"),
-            _ms(model, "ttft_p99"),
-        )
+        table.add_row(*(_COLUMNS[name](model) for name in names))
     return table
+
+
+def _state(model: pb.ModelStatus) -> Text:
+    return Text(model.state, style=_STYLES.get(model.state, ""))
+
+
+# What stands in each column.
+_COLUMNS: Mapping[str, Callable[[pb.ModelStatus], str | Text]] = {
+    "model": lambda model: model.name,
+    "version": lambda model: str(model.version or ""),
+    "state": _state,
+    "slot": lambda model: str(model.slot) if model.HasField("slot") else "",
+    "stays": lambda model: "pinned" if model.pinned else "popular" if model.kept else "",
+    "in use": lambda model: str(model.leases or ""),
+    "waiting": lambda model: str(model.waiting or ""),
+    "requests/s": lambda model: f"{model.requests_per_s:.2g}" if model.version else "",
+    "bytes": lambda model: _size(model.bytes) if model.bytes else "",
+    "TTFT P50": lambda model: _ms(model, "ttft_p50"),
+    "P99": lambda model: _ms(model, "ttft_p99"),
+}
+_WIDE, _WIDE_ONLY = 115, frozenset({"version", "slot", "requests/s", "bytes", "P99"})
 
 
 def _since(seen: pb.GetStatusResponse) -> Text:

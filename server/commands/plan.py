@@ -38,7 +38,9 @@ def run(request: Request, out: Path | None, layers: Sequence[int] = ()) -> bool:
       OSError: a file cannot be written.
     """
     if out is not None:
-        out.touch()
+        if out.suffix == ".png":
+            raise ValueError(f"--json is {out}, the name of its picture; expected another ending")
+        out.open("a").close()  # tried before minutes are spent
     figures = make_plan(request)
     if layers:
         figures = with_compiled(figures, request, _compile(request, layers))

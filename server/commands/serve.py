@@ -4,11 +4,13 @@ import asyncio
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from server import app, console
 from server.call_log import LogFormat, Seldom, WithRequest, formatter
+from server.connections import raise_limit
+from server.log_queue import Lines, Onto
 from server.serve_options import ServeOptions
 from zen_jax.checkpoint.store import Store
 from zen_jax.pool_store import PoolStore
@@ -27,6 +29,7 @@ def run(
         raise ValueError("--budget-bytes is for a pool; give --pool too")
     store = Store(path) if pool is None else PoolStore(path, pool, budget)
     with logs_on_stderr(log_format), ExitStack() as bar:
+        raise_limit()
         report = bar.enter_context(console.progress_bar("start"))
 
         def ready(server: app.ZenServer) -> None:
@@ -43,14 +46,15 @@ def run(
 def logs_on_stderr(log_format: LogFormat = "text") -> Iterator[None]:
     """Shows what the project's own modules log, and seldom what the sender of traces does; how
     others log is left to them."""
-    handler, seldom = (logging.StreamHandler(sys.stderr) for _ in range(2))
+    lines = Lines(sys.stderr)
+    handler, seldom = Onto(lines), Onto(lines)
     for each in (handler, seldom):
         each.setFormatter(formatter(log_format))
         each.addFilter(WithRequest())
     seldom.addFilter(Seldom())
     own = (logging.INFO, handler)
     loggers = {"server": own, "zen_jax": own, "opentelemetry": (logging.ERROR, seldom)}
-    with ExitStack() as shown:
+    with closing(lines), ExitStack() as shown:
         for name, (level, where) in loggers.items():
             shown.enter_context(_shown(logging.getLogger(name), level, where))
         yield

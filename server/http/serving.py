@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -11,6 +12,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.address import PortInUse, why_not
+from server.connections import HANDSHAKE_S, most_connections
 from server.http.app import ABORT, MAX_HEAD_BYTES
 from server.http.errors import HttpError
 from server.tls import Following, TlsFiles
@@ -18,7 +20,6 @@ from server.tls import Following, TlsFiles
 # In which a request's headers have to come, once a connection is there or something of them is.
 _HEAD_S = 10.0
 _KEEP_ALIVE_S = 60
-_MAX_CONNECTIONS = 1000
 # A client that is frozen or cut off is noticed within 20 s, as over gRPC.
 _KEEP_ALIVE_PROBES = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2))
 
@@ -118,9 +119,15 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Notes when the port is open."""
+        loop = asyncio.get_running_loop()
+        listen = loop.create_server
+        if self.config.ssl is not None:  # uvicorn has no setting for it
+            limited = partial(listen, ssl_handshake_timeout=HANDSHAKE_S)
+            loop.create_server = limited  # pyright: ignore[reportAttributeAccessIssue]
         try:
             await super().startup(sockets)
         finally:
+            loop.create_server = listen
             self.opened.set()
 
     @contextlib.contextmanager
@@ -131,6 +138,7 @@ class _Server(uvicorn.Server):
 
 def _protocol(write_timeout_s: float) -> type[H11Protocol]:
     """The protocol of a connection whose client has so long to read what was sent."""
+    most = most_connections()
 
     class Connection(H11Protocol):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -146,7 +154,7 @@ def _protocol(write_timeout_s: float) -> type[H11Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             _watch(transport.get_extra_info("socket"), write_timeout_s)
-            if len(self.connections) > _MAX_CONNECTIONS:
+            if len(self.connections) > most:
                 transport.abort()
             self._time_head()
 

@@ -20,7 +20,7 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from server import rights
+from server import rights, status
 from server.app import ZenServer
 from server.auth import Right, Tokens, new_token
 from server.client import AsyncZenClient, ZenError
@@ -125,6 +125,25 @@ async def test_nothing_is_open_without_a_token_but_health(tiny_store, tokens):
                 open_ = token is None and rights.METHODS[method] is rights.PUBLIC
                 expected = grpc.StatusCode.OK if open_ else grpc.StatusCode.UNAUTHENTICATED
                 assert code is expected or method.endswith("Watch"), (method, code)
+
+
+async def test_what_a_stranger_sends_is_not_parsed(tiny_store, tokens, monkeypatch):
+    parsed: list[bytes] = []
+
+    def noting(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        return lambda data: (parsed.append(data), read(data))[1]
+
+    token = tokens()
+    monkeypatch.setattr(status, "_lenient", noting)
+    method = "/zen.v1.VariantService/ListVariants"
+    async with (
+        serving(tiny_store, tokens=tokens.file) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        assert await outcome(channel, method, None) is grpc.StatusCode.UNAUTHENTICATED
+        assert not parsed
+        assert await outcome(channel, method, token) is grpc.StatusCode.OK
+        assert parsed
 
 
 @pytest.mark.parametrize("right", list(Right))

@@ -1,5 +1,6 @@
 """What Prometheus reads, in numbers worked out by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,12 @@ def status(name: str, slot: int | None, leases: int, waiting: int) -> VariantSta
 
 
 SEEN = WorkerSnapshot(
-    variants=(status("a", 0, 2, 0), status("b", None, 0, 3), status("c", 1, 0, 0)),
+    variants=(
+        status("a", 0, 2, 0),
+        status("b", None, 0, 3),
+        status("c", 1, 0, 0),
+        replace(status("a", None, 0, 4), variant=Variant("a", 2, "newer", Path("/secret/store"))),
+    ),
     slots=4,
     host_used=100,
     host_budget=1000,
@@ -40,12 +46,14 @@ SEEN = WorkerSnapshot(
 
 
 def read(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """By name and labels."""
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+    """By name and labels; each series is there once."""
+    found = [
+        ((sample.name, tuple(sorted(sample.labels.items()))), sample.value)
         for family in text_string_to_metric_families(metrics.text().decode())
         for sample in family.samples
-    }
+    ]
+    assert len(dict(found)) == len(found)
+    return dict(found)
 
 
 def record(model: str = "a", code: str = "OK", load_s: float = 0.0) -> CallRecord:
@@ -108,11 +116,12 @@ def test_the_worker_as_it_is():
         assert seen[name, ()] == value, name
     assert [seen["zen_pages", (("state", s),)] for s in ("held", "kept", "free")] == [4, 1, 5]
     assert seen["zen_variant_requests", (("model", "b"),)] == 3
+    assert seen["zen_variant_requests", (("model", "a"),)] == 6  # of two versions
     (labels,) = [labels for name, labels in seen if name == "vllm:lora_requests_info"]
     assert dict(labels) == {
         "max_lora": "4",
         "running_lora_adapters": "a",
-        "waiting_lora_adapters": "b",
+        "waiting_lora_adapters": "a,b",
     }
 
 

@@ -51,7 +51,16 @@ def test_a_model_of_ones_own(given: Path, capsys) -> None:
         (["--context", "200000"], "131072 positions"),
         (["--prompt", "9000"], "the prompt is 9000 tokens"),
         (["--variants", "-1"], "variants"),
+        (["--variants", "1" + "0" * 20], "--variants is 1000"),
+        (["--rows", "1000000000"], "--rows is 1000000000; expected 1 to 65,536"),
         (["--json", "/nowhere/plan.json"], "/nowhere/plan.json"),
+        (["--json", "/"], "s a directory"),
+        (["--json", "plan.png"], "the name of its picture"),
+        (["--pool", "8", "--chips", "8xFOO"], "--chips says nothing beside --pool"),
+        (["--pool", "8", "--memory", "nan"], "--memory is nan"),
+        (["--pool", "8", "--memory", "1e300"], "--memory is 1e+300"),
+        (["--pool", "8", "--rank", "100000000"], "--rank 100000000"),
+        (["--pool", "8", "--context", "1000000"], "131072 positions"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, capsys) -> None:

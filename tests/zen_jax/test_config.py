@@ -70,6 +70,15 @@ def test_settings_that_do_not_matter_are_ignored() -> None:
     assert ModelConfig.from_hf(LLAMA | more) == ModelConfig.from_hf(LLAMA)
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 8192,
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -85,23 +94,43 @@ def test_settings_that_do_not_matter_are_ignored() -> None:
         ({"logit_softcap": 30}, "logit_softcap"),
         ({"num_key_value_heads": 4}, "num_kv_heads is 4"),
         ({"head_dim": 7}, "head_dim is 7"),
-        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"vocab_size": 0}, "vocab_size to 0; expected 1 to"),
         ({"vocab_size": True}, "vocab_size to True; expected int"),
         ({"vocab_size": 96.0}, "vocab_size to 96.0; expected int"),
-        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000; expected .* to 1024"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers to 1000000000; expected 1 to 1024"),
         ({"hidden_size": 2**40, "head_dim": 8}, "hidden_size to 1099511627776"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps to nan; expected a finite number"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps to '1e-5'"),
         ({"rope_theta": -1}, "rope_theta -1"),
         ({"num_attention_heads": 0}, "num_attention_heads to 0"),
         ({"rope_scaling": "linear"}, "rope_scaling to 'linear'; expected dict"),
-        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "expected numbers"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "expected a finite number"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling is 0.0"),
-        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "rope_scaling is nan"),
+        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor to nan"),
         ({"rms_norm_eps": None}, "rms_norm_eps to None"),
         ({"rope_scaling": {"type": ["linear"]}}, "rope scaling"),
         ({"layer_types": "full"}, "layer_types to 'full'"),
         ({"model_type": ["llama"]}, "model_type to"),
+        ({"rope_theta": 10**400}, "rope_theta to 1000.* expected a finite number"),
+        ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta to 1000"),
+        ({"rope_scaling": LLAMA3 | {"factor": 10**400}}, "'llama3', factor to 1000"),
+        (
+            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": float("inf")}},
+            "original_max_position_embeddings to inf",
+        ),
+        ({"num_key_value_heads": 0}, "num_key_value_heads to 0; expected 1 to"),
+        ({"head_dim": 0}, "head_dim to 0; expected 1 to"),
+        ({"model_type": "mistral", "num_hidden_layers": 2**31 - 1}, "expected 1 to 1024"),
+        ({"model_type": "qwen2", "layer_types": [["x"]]}, "sliding layer_types"),
+        (
+            {
+                "model_type": "qwen2",
+                "layer_types": [{}] * 2,
+                "use_sliding_window": True,
+                "sliding_window": 8,
+            },
+            "layer_types",
+        ),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings to 'yes'; expected bool"),
     ],
 )

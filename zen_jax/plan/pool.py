@@ -11,6 +11,8 @@ from zen_jax.merge.lora import Factors
 from zen_jax.merge.pool_folder import member_bytes
 from zen_jax.plan.memory import weight_bytes
 
+_MOST, _MOST_MEMORY = 1 << 16, 10**15
+
 
 def pool_plan(
     config: ModelConfig,
@@ -33,12 +35,19 @@ def pool_plan(
       kv_dtype: of keys and values.
 
     Raises:
-      ValueError: a number is below 1.
+      ValueError: a number is below 1 or beyond any device, or the model has no such context.
     """
     given = {"--pool": members, "--rank": rank, "the memory": memory, "--context": context}
     for name, value in given.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; expected 1 or more")
+    if max(members, rank) > _MOST or memory > _MOST_MEMORY:
+        raise ValueError(
+            f"--pool is {members}, --rank {rank} and the memory {memory:,} bytes; expected at most "
+            f"{_MOST:,}, as much, and {_MOST_MEMORY:,}"
+        )
+    if context > config.max_position:
+        raise ValueError(f"--context is {context}; the model has {config.max_position} positions")
     zero = np.float32(0)
     adapter = {  # shapes only: nothing of this size is held
         name: Factors(

@@ -14,6 +14,8 @@ from zen_jax.plan.memory import Layout
 
 # What a process and its sums over the cards take of each card beside arrays.
 RESERVE = 2_000_000_000
+# Of variants and of rows: far beyond what a node has.
+_MOST = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,10 @@ class Request:
     kv_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if self.variants < 0:
-            raise ValueError(f"variants is {self.variants}; expected 0 or more")
+        for name, least in (("variants", 0), ("rows", 1)):
+            value = getattr(self, name)
+            if not least <= value <= _MOST:
+                raise ValueError(f"--{name} is {value}; expected {least} to {_MOST:,}")
         if self.base_dtype not in memory.BASE_DTYPES:
             known = ", ".join(memory.BASE_DTYPES)
             raise ValueError(f"the base's dtype is {self.base_dtype!r}; expected one of {known}")
