@@ -13,6 +13,7 @@ import grpc
 
 from server import status
 from server.auth import caller
+from server.call_log import log_operator
 from server.requests import Draining, LoadRefused
 from server.router import Router
 from server.service import resolve
@@ -87,7 +88,7 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
     ) -> pb.LoadVariantResponse:
         """Loads a variant, and answers when it is resident."""
         variant = await self._find(request.name)
-        await self._ask(variant, lambda worker: worker.load(variant))
+        await self._ask("load", variant, lambda worker: worker.load(variant))
         return pb.LoadVariantResponse(variant=self._describe(variant))
 
     async def UnloadVariant(
@@ -95,7 +96,7 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
     ) -> pb.UnloadVariantResponse:
         """Unloads a variant in all versions, and answers when nothing uses it any more."""
         variant = await self._find(request.name, known=True)
-        await self._ask(variant, lambda worker: worker.unload(variant))
+        await self._ask("unload", variant, lambda worker: worker.unload(variant))
         return pb.UnloadVariantResponse(variant=self._describe(variant))
 
     async def PinVariant(
@@ -103,7 +104,8 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
     ) -> pb.PinVariantResponse:
         """Pins a variant, or lets all its versions go."""
         variant = await self._find(request.name, known=not request.pinned)
-        await self._ask(variant, lambda worker: worker.pin(variant, request.pinned))
+        what = "pin" if request.pinned else "unpin"
+        await self._ask(what, variant, lambda worker: worker.pin(variant, request.pinned))
         return pb.PinVariantResponse(variant=self._describe(variant))
 
     async def _find(self, name: str, *, known: bool = False) -> Variant:
@@ -121,10 +123,13 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
             raise status.invalid_argument([Violation("name", text)])
         return variant
 
-    async def _ask(self, variant: Variant, what: Callable[[AdminWorker], Future[None]]) -> None:
+    async def _ask(
+        self, name: str, variant: Variant, what: Callable[[AdminWorker], Future[None]]
+    ) -> None:
         """Waits for what the worker is asked; one that is cancelled changes nothing for others."""
         if self._worker is None:
             raise status.unavailable("the server is starting")
+        log_operator(f"{name} {variant.name}")
         try:
             answer: Awaitable[None] = asyncio.wrap_future(what(self._worker))
             await answer

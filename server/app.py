@@ -112,11 +112,11 @@ class ZenServer:
         self._options = options
         self._stopping = False
         tokens = None if options.tokens is None else Tokens(options.tokens)
-        self._gate = Gate(tokens, operators=options.operators)
         self._credentials = None if options.tls is None else Credentials(options.tls)
         router = Router(store)
         self._tokenizers = tokenizers_of(store)
         self._observing = Observing(self._snapshot, options.traces, options.trace_share)
+        self._gate = Gate(tokens, operators=options.operators, refused=self._observing.refused)
         self._generate = GenerateService(
             router=router,
             tokenizers=self._tokenizers,

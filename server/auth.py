@@ -11,6 +11,7 @@ to let them.
 from __future__ import annotations
 
 import contextvars
+import fcntl
 import hashlib
 import hmac
 import json
@@ -21,7 +22,8 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -302,7 +304,6 @@ def new_token(
     Raises:
         TokenFileError: the file cannot be used, or the token would be none.
     """
-    known = read_raw(path) if path.exists() else []
     key, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
     item: dict[str, Any] = {
         "id": key,
@@ -317,7 +318,9 @@ def new_token(
     limits = {"most_requests": most_requests, "tokens_per_minute": tokens_per_minute}
     item |= {name: value for name, value in limits.items() if value is not None}
     _entry(item, "the token")
-    _write(path, [*known, item])
+    with _changing(path):
+        known = read_raw(path) if path.exists() else []
+        _write(path, [*known, item])
     return f"zen_{key}_{secret}"
 
 
@@ -327,13 +330,14 @@ def revoke_token(path: Path, key: str) -> None:
     Raises:
         TokenFileError: the file cannot be used, or has no such token.
     """
-    known = read_raw(path)
-    left = [item for item in known if item["id"] != key]
-    if len(left) == len(known):
-        raise TokenFileError(
-            f"there is no token of the id {key!r}; `zen token ls` shows those known"
-        )
-    _write(path, left)
+    with _changing(path):
+        known = read_raw(path)
+        left = [item for item in known if item["id"] != key]
+        if len(left) == len(known):
+            raise TokenFileError(
+                f"there is no token of the id {key!r}; `zen token ls` shows those known"
+            )
+        _write(path, left)
 
 
 def read_raw(path: Path) -> list[dict[str, Any]]:
@@ -346,12 +350,32 @@ def read_raw(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_bytes())["tokens"]
 
 
+@contextmanager
+def _changing(path: Path) -> Iterator[None]:
+    """One change of a file at a time: its folder is locked meanwhile."""
+    try:
+        folder = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise TokenFileError(f"the file of tokens cannot be written: {why}") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
 def _write(path: Path, items: list[dict[str, Any]]) -> None:
-    """All of it or nothing, for the owner alone."""
+    """All of it or nothing, for the owner alone, who stays the same; links are followed."""
+    path = path.resolve()
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
+        before = path.stat() if path.exists() else None
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(handle, "w") as file:
+            if before is not None:
+                os.fchown(handle, before.st_uid, before.st_gid)
+                os.fchmod(handle, stat.S_IMODE(before.st_mode))
             json.dump({"tokens": items}, file, indent=2)
             file.write("\n")
             file.flush()

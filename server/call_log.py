@@ -12,12 +12,14 @@ from typing import Any, Literal
 
 from pythonjsonlogger.json import JsonFormatter
 
+from server.auth import caller
 from server.records import CallRecord, request_id
 
 type LogFormat = Literal["text", "json"]
 
 _log = logging.getLogger(__name__)
 
+_REFUSALS_A_SECOND = 10
 _SELDOM_S = 60.0
 
 _JSON_FIELDS = "{levelname}{name}{message}"
@@ -56,6 +58,35 @@ def _fields(record: CallRecord) -> dict[str, Any]:
     if record.fault:
         fields["fault"] = record.fault
     return {name: value for name, value in fields.items() if value != ""}
+
+
+def log_operator(what: str) -> None:
+    """Says what an operator asked for, and by which token."""
+    by = caller()
+    who = f"token {by.token} of tenant {by.tenant or '-'}" if by.token else "somebody"
+    _log.info("%s asked for: %s", who, what)
+
+
+class Refusals:
+    """Logs calls that are not let in, so many a second at most: a stranger can make any number."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Takes a clock, in seconds."""
+        self._clock = clock
+        self._second, self._said, self._unsaid = 0, 0, 0
+
+    def log(self, where: str, code: str, token: str) -> None:
+        """One call: its method or route, why, and the id of its token, "" if none is known."""
+        second = int(self._clock())
+        if second != self._second:
+            self._second, self._said = second, 0
+        if self._said >= _REFUSALS_A_SECOND:
+            self._unsaid += 1
+            return
+        before = f"; {self._unsaid} more were not logged" if self._unsaid else ""
+        self._said, self._unsaid = self._said + 1, 0
+        by = f", token {token}" if token else ""
+        _log.warning("%s was not let in: %s%s%s", where, code, by, before)
 
 
 class WithRequest(logging.Filter):

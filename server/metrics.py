@@ -36,6 +36,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._models: set[str] = set()
         self._requests = self._counter("requests", "Requests by how they ended", "model", "code")
+        self._refused = self._counter("refused_calls", "Calls not let in", "method", "code")
         self._prompts = self._counter("prompt_tokens", "Tokens of prompts", "model")
         self._cached = self._counter(
             "cached_prompt_tokens", "Of these, those that another request had read", "model"
@@ -55,6 +56,10 @@ class Metrics:
     def text(self) -> bytes:
         """All of it in Prometheus' own format, whose type is `CONTENT_TYPE`."""
         return generate_latest(self._registry)
+
+    def refused(self, where: str, code: str) -> None:
+        """Counts a call of a method or route that was not let in."""
+        self._refused.labels(where, code).inc()
 
     def observe(self, record: CallRecord) -> None:
         """Counts a call that is over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from server.call_log import log_call
+from server.call_log import Refusals, log_call
 from server.metrics import Metrics
 from server.recent import Recent
 from server.records import Observer
@@ -36,6 +36,7 @@ class Observing:
         """
         self.metrics = Metrics(snapshot)
         self.recent = Recent(time.monotonic)
+        self._refusals = Refusals(time.monotonic)
         self._traces = None if traces is None else Traces.to(traces, trace_share)
 
     @property
@@ -43,6 +44,11 @@ class Observing:
         """In the order in which they are told: traces name what the log says then."""
         first = [] if self._traces is None else [self._traces.observe]
         return [*first, self.metrics.observe, self.recent.observe, log_call]
+
+    def refused(self, where: str, code: str, token: str) -> None:
+        """Counts and logs a call that was not let in; `server.rights.Gate` tells of it."""
+        self.metrics.refused(where, code)
+        self._refusals.log(where, code, token)
 
     def close(self) -> None:
         """Sends what is left of traces; takes some seconds at most."""

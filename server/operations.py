@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from server import status
+from server.call_log import log_operator
 from server.profiles import MOST_S, Profiles, ProfileUnderWay
 from server.recent import Quantiles, Recent, Summary
 from server.snapshot import VariantStatus, WorkerSnapshot
@@ -61,6 +62,7 @@ class OperationService(operations_pb2_grpc.OperationServiceServicer):
         if self._profiles is None:
             text = "the server has no folder for profiles; it has to be started with --profiles"
             raise status.failed_precondition("NO_PROFILES", "profiles", text)
+        log_operator(f"profile {seconds:g} s")
         try:
             name, size = await self._profiles.capture(seconds)
         except ProfileUnderWay as error:

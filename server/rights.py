@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from grpc_health.v1 import health
@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from server import status
 from server.auth import ANYBODY, OPERATOR, Identity, NotAuthenticated, Right, Tokens
 from server.health import GENERATE, OPERATIONS, VARIANTS
+from server.status import StatusError
 
 # Anybody may ask whether the server lives.
 PUBLIC = None
@@ -40,13 +41,22 @@ _BEARER = "bearer "
 class Gate:
     """Who may come in, by gRPC or HTTP."""
 
-    def __init__(self, tokens: Tokens | None, *, operators: bool) -> None:
+    def __init__(
+        self,
+        tokens: Tokens | None,
+        *,
+        operators: bool,
+        refused: Callable[[str, str, str], None] = lambda where, code, token: None,
+    ) -> None:
         """Takes who is known.
 
         Args:
             tokens: None lets anybody in.
             operators: whether anybody may operate then.
+            refused: told of each call that is not let in: the method or route, the status code's
+                name, and the id of the token, "" if none is known.
         """
+        self._refused = refused
         self._tokens = tokens
         self._anybody = OPERATOR if operators else ANYBODY
 
@@ -57,30 +67,40 @@ class Gate:
             StatusError: UNAUTHENTICATED or PERMISSION_DENIED.
         """
         given = [value for key, value in metadata if key == "authorization"]
-        return self.enter(METHODS.get(method, _NOBODYS), given)
+        return self.enter(METHODS.get(method, _NOBODYS), given, method)
 
-    def enter(self, right: Right | str | None, given: Sequence[str | bytes]) -> Identity:
+    def enter(
+        self, right: Right | str | None, given: Sequence[str | bytes], where: str
+    ) -> Identity:
         """Who asks for a right.
 
         Args:
             right: None is for what anybody may do.
             given: the request's Authorization headers; two are none.
+            where: the method or route that is asked for.
 
         Raises:
             StatusError: UNAUTHENTICATED or PERMISSION_DENIED.
         """
-        if self._tokens is None:
-            identity = self._anybody
-        elif right is PUBLIC and not given:
-            identity = Identity()
-        else:
-            header = given[0] if len(given) == 1 and isinstance(given[0], str) else None
-            identity = identify(self._tokens, header)
+        try:
+            identity = self._identity(right, given)
+        except StatusError:
+            self._refused(where, "UNAUTHENTICATED", "")
+            raise
         if right is not None and not (isinstance(right, Right) and identity.may(right)):
+            self._refused(where, "PERMISSION_DENIED", identity.token)
             known = self._tokens is not None
             remedy = "ask for a token that has it" if known else "the server needs --operators"
             raise status.permission_denied(f"this asks for the right {right}; {remedy}")
         return identity
+
+    def _identity(self, right: Right | str | None, given: Sequence[str | bytes]) -> Identity:
+        if self._tokens is None:
+            return self._anybody
+        if right is PUBLIC and not given:
+            return Identity()
+        header = given[0] if len(given) == 1 and isinstance(given[0], str) else None
+        return identify(self._tokens, header)
 
 
 def identify(tokens: Tokens, header: str | None) -> Identity:

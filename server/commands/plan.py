@@ -107,9 +107,10 @@ def _print(request: Request, figures: dict[str, Any]) -> None:
     _print_times(figures)
     sent = figures["collectives"]
     console.say(
-        f"A decode step has {sent['all_reduce']} sums over the cards, "
-        f"{sent['all_reduce_bytes']:,} bytes, and brings logits together "
-        f"{sent['all_gather']} times, {sent['all_gather_bytes']:,} bytes."
+        f"A decode step has {sent['all_reduce']} sums over the cards, of arrays of "
+        f"{sent['all_reduce_bytes']:,} bytes together, and brings logits of "
+        f"{sent['all_gather_bytes']:,} bytes together {sent['all_gather']} times; each card sends "
+        f"{sent['sent_bytes']:,} bytes for it."
     )
     console.say(
         f"Base and variants take {figures['total_bytes']:,} bytes on all cards; "

@@ -72,7 +72,7 @@ class Api:
         models: Models,
         tokenizers: Callable[[Variant | None], Tokenizer],
         *,
-        enter: Callable[[Right | None, Sequence[str]], Identity],
+        enter: Callable[[Right | None, Sequence[str], str], Identity],
         live: Callable[[], bool],
         metrics: Callable[[], bytes],
         write_timeout_s: float,
@@ -83,7 +83,8 @@ class Api:
             service: runs what is asked.
             models: what can be asked.
             tokenizers: a variant's tokenizer, the base's for None.
-            enter: who asks for a right, by the Authorization headers; `server.rights.Gate`'s.
+            enter: who asks for a right, by the Authorization headers and the route, as
+                `server.rights.Gate` has it.
             live: whether the process works at all.
             metrics: what Prometheus reads.
             write_timeout_s: how long a part of a response may wait for its reader.
@@ -108,18 +109,18 @@ class Api:
             "/metrics": self._read_metrics,
         }
         routes = [
-            Route(path, self._asgi(handler, RIGHTS[path]), methods=[_method(path)])
+            Route(path, self._asgi(handler, path), methods=[_method(path)])
             for path, handler in handlers.items()
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
         app.router.redirect_slashes = False
         return app
 
-    def _asgi(self, handler: Handler, right: Right | None) -> "_Endpoint":
-        return _Endpoint(partial(self._serve, handler, right))
+    def _asgi(self, handler: Handler, path: str) -> "_Endpoint":
+        return _Endpoint(partial(self._serve, handler, path))
 
     async def _serve(
-        self, handler: Handler, right: Right | None, scope: Scope, receive: Receive, send: Send
+        self, handler: Handler, path: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answers one request by `handler`, and tells whatever goes wrong."""
         reply = Reply(
@@ -132,7 +133,7 @@ class Api:
             if sum(len(name) + len(text) for name, text in scope["headers"]) > MAX_HEAD_BYTES:
                 text = f"the headers are longer than {MAX_HEAD_BYTES} bytes"
                 raise HttpError(431, text, code="headers_too_large", close=True)
-            answering(self._enter(right, _authorization(scope)))
+            answering(self._enter(RIGHTS[path], _authorization(scope), path))
             await handler(scope, receive, reply)
         except ClientGone:
             pass

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
@@ -127,6 +128,30 @@ async def test_nothing_is_open_without_a_token_but_health(tiny_store, tokens):
                 assert code is expected or method.endswith("Watch"), (method, code)
 
 
+async def test_who_is_not_let_in_is_counted_and_logged(tiny_store, tokens, caplog):
+    caplog.set_level(logging.INFO, "server")
+    token = tokens(rights=[Right.list])
+    method = "/zen.v1.VariantService/UnloadVariant"
+    async with (
+        serving(tiny_store, tokens=tokens.file, http_port=0) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        for given in (None, "zen_nonsense", token):
+            await outcome(channel, method, given)
+        assert (await ask(server, "/v1/models/odd", "zen_nonsense")).status_code == 401
+        seen = server._observing.metrics.text().decode()
+    counted = {line for line in seen.splitlines() if line.startswith("zen_refused_calls_total")}
+    name = "zen_refused_calls_total"
+    assert counted == {
+        f'{name}{{code="UNAUTHENTICATED",method="{method}"}} 2.0',
+        f'{name}{{code="PERMISSION_DENIED",method="{method}"}} 1.0',
+        f'{name}{{code="UNAUTHENTICATED",method="/v1/models/{{name:path}}"}} 1.0',
+    }
+    logged = [record.getMessage() for record in caplog.records if "let in" in record.getMessage()]
+    assert len(logged) == 4 and logged[2].endswith(f"PERMISSION_DENIED, token {token[4:16]}")
+    assert "nonsense" not in caplog.text and token not in caplog.text
+
+
 async def test_what_a_stranger_sends_is_not_parsed(tiny_store, tokens, monkeypatch):
     parsed: list[bytes] = []
 
@@ -140,7 +165,8 @@ async def test_what_a_stranger_sends_is_not_parsed(tiny_store, tokens, monkeypat
         serving(tiny_store, tokens=tokens.file) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
-        assert await outcome(channel, method, None) is grpc.StatusCode.UNAUTHENTICATED
+        call = channel.unary_unary(method)(b"\xff\xff\xff", timeout=10)  # no message
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert not parsed
         assert await outcome(channel, method, token) is grpc.StatusCode.OK
         assert parsed

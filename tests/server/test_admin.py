@@ -267,3 +267,12 @@ async def test_a_damaged_variant_hides_no_other(tiny_store, tmp_path, worker):
     assert listed.variants[1].state == pb.VARIANT_STATE_FAILED
     assert "manifest.json" in listed.variants[1].failure
     assert str(tmp_path) not in listed.variants[1].failure
+
+
+async def test_who_asked_for_what_is_logged(served, caplog):
+    caplog.set_level("INFO", "server.call_log")
+    await served.stub.LoadVariant(pb.LoadVariantRequest(name="tiny-b"))
+    await served.stub.PinVariant(pb.PinVariantRequest(name="tiny-b", pinned=True))
+    await served.stub.UnloadVariant(pb.UnloadVariantRequest(name="tiny-b"))
+    said = [message.partition(": ")[2] for message in caplog.messages]
+    assert said == ["load tiny-b", "pin tiny-b", "unload tiny-b"]

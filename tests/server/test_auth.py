@@ -3,6 +3,8 @@
 import contextlib
 import hmac
 import json
+import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,27 @@ def test_tokens_come_and_go_without_a_restart(
     with pytest.raises(TokenFileError, match="no token of the id"):
         new_token(file.with_name("other"))
         revoke_token(file.with_name("other"), first.split("_")[1])
+
+
+def test_tokens_that_are_made_at_the_same_time_are_all_there(file: Path):
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda i: new_token(file, tenant=f"t{i}"), range(24)))
+    tokens = Tokens(file)
+    assert {tokens.identify(token).tenant for token in made} == {f"t{i}" for i in range(24)}
+
+
+def test_a_change_keeps_mode_and_owner_and_follows_a_link(file: Path, monkeypatch: Any):
+    kept = file.with_name("kept.json")
+    new_token(kept)
+    kept.chmod(0o640)
+    file.symlink_to(kept)
+    owned: list[tuple[int, int]] = []
+    monkeypatch.setattr(auth.os, "fchown", lambda handle, uid, gid: owned.append((uid, gid)))
+    token = new_token(file)
+    assert file.is_symlink() and Tokens(kept).identify(token)
+    found = kept.stat()
+    assert stat.S_IMODE(found.st_mode) == 0o640 and owned == [(found.st_uid, found.st_gid)]
+    assert {entry.name for entry in file.parent.iterdir()} == {file.name, kept.name}
 
 
 def entry(**changes: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 
-from server.call_log import LogFormat, Seldom, WithRequest, formatter, log_call
+from server.call_log import LogFormat, Refusals, Seldom, WithRequest, formatter, log_call
 from server.records import CallRecord, request_id
 from server.requests import Finish, Timings
 
@@ -110,3 +110,16 @@ def test_what_is_said_again_and_again_is_said_once_a_minute():
     assert not said(1)
     now[0] = 60.0
     assert said(1) and not said(1)
+
+
+def test_refusals_are_logged_so_many_a_second(caplog):
+    now = [0.0]
+    refusals = Refusals(lambda: now[0])
+    for _ in range(25):
+        refusals.log("/a/B", "UNAUTHENTICATED", "")
+    assert len(caplog.records) == 10
+    now[0] = 1.0
+    refusals.log("/a/B", "PERMISSION_DENIED", "0123")
+    assert caplog.messages[-1] == (
+        "/a/B was not let in: PERMISSION_DENIED, token 0123; 15 more were not logged"
+    )

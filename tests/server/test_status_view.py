@@ -12,7 +12,7 @@ from zen.v1 import operations_pb2 as pb
 @pytest.mark.parametrize(("width", "sees"), [(80, "TTFT"), (160, "requests/s")])
 def test_variants_can_be_told_apart(width: int, sees: str):
     seen = pb.GetStatusResponse(rows=4, slots=2)
-    names = ["base", "zen4-medical", "zen4-medical-assistant"]
+    names = ["base", "zen4-medical", "zen4-medical-assistant-26"]
     for name in names:
         model = seen.models.add(name=name, version=3, leases=120, waiting=7, bytes=123_456, slot=1)
         model.state, model.kept = "resident", True

@@ -14,6 +14,8 @@ from zen_jax.plan.memory import Layout
 
 # What a process and its sums over the cards take of each card beside arrays.
 RESERVE = 2_000_000_000
+# Cards that are made to be linked with each other.
+_ONE_NODE = 8
 # Of variants and of rows: far beyond what a node has.
 _MOST = 1 << 16
 
@@ -154,6 +156,7 @@ def with_compiled(
             "all_gather": gathers[0],
             "all_reduce_bytes": sums[1],
             "all_gather_bytes": gathers[1],
+            "sent_bytes": sent_bytes(request.count, sums[1], gathers[1]),
         },
         "compile_s": round(sum(point["seconds"] for point in points), 1),
         "compiled": {"layers": layers, "programs": made},
@@ -188,13 +191,20 @@ def collectives(lay: Layout) -> dict[str, Any]:
     """What the cards send each other in a decode step: sums, and the logits brought together."""
     reduces = roofline.all_reduces(lay)
     gathers = int(lay.devices > 1 and "vocab" in lay.placement.sharded)
-    each = lay.sizes.rows * lay.config.hidden_size * roofline.SUM_BYTES
+    summed = reduces * lay.sizes.rows * lay.config.hidden_size * roofline.SUM_BYTES
+    gathered = gathers * lay.sizes.rows * lay.config.vocab_size * 2
     return {
         "all_reduce": reduces,
         "all_gather": gathers,
-        "all_reduce_bytes": reduces * each,
-        "all_gather_bytes": gathers * lay.sizes.rows * lay.config.vocab_size * 2,
+        "all_reduce_bytes": summed,
+        "all_gather_bytes": gathered,
+        "sent_bytes": sent_bytes(lay.devices, summed, gathered),
     }
+
+
+def sent_bytes(cards: int, summed: int, gathered: int) -> int:
+    """What each card sends for sums and gatherings of arrays of so many bytes, in a ring."""
+    return (2 * summed + gathered) * (cards - 1) // cards
 
 
 def times(request: Request) -> dict[str, Any]:
@@ -255,8 +265,13 @@ def assumptions(request: Request) -> list[str]:
         found.append(
             f"a base in {lay.base_dtype} is arithmetic only: the engine holds bases in bfloat16"
         )
+    if request.count > _ONE_NODE:
+        found.append(
+            f"{request.count} cards are taken to be one node, all as near to each other as "
+            f"{_ONE_NODE} are; sums between nodes take longer"
+        )
     if lay.devices > 1:
-        missing = sorted({"vocab", "kv_heads", "ff"} - lay.placement.sharded)
+        missing = sorted({"vocab", "heads", "kv_heads", "ff"} - lay.placement.sharded)
         if missing:
             named = ", ".join(missing)
             found.append(f"does not divide by {lay.devices} and lies on every card: {named}")
