@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -83,6 +83,10 @@ class Identity:
     def may_use(self, model: str) -> bool:
         """Whether it may know of a model; operators know of all."""
         return self.models is None or model in self.models or self.may(Right.operate)
+
+    def asking(self) -> Identity:
+        """The same without an operator's sight: answers come from models that the token names."""
+        return replace(self, rights=self.rights - {Right.operate})
 
 
 _EVERYONE = frozenset({Right.generate, Right.list, Right.observe})

@@ -14,6 +14,8 @@ from server.router import can_be_name
 token = typer.Typer(help="Make, list and revoke the tokens of a server.", no_args_is_help=True)
 
 # A hundred years.
+# A minute.
+_LEAST_DAYS = 1 / 1440
 _MOST_DAYS = 36_500.0
 
 TokenFile = Annotated[
@@ -32,7 +34,8 @@ def new(
         list[Right] | None, typer.Option(help="What it may do; else generate and list.")
     ] = None,
     days: Annotated[
-        float | None, typer.Option(min=0, max=_MOST_DAYS, help="Until it expires; else never.")
+        float | None,
+        typer.Option(min=_LEAST_DAYS, max=_MOST_DAYS, help="Until it expires; else never."),
     ] = None,
     most_requests: Annotated[int | None, typer.Option(min=1, help="At a time.")] = None,
     tokens_per_minute: Annotated[

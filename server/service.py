@@ -320,7 +320,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         violations = list(check(message, limits))
         if violations:
             raise status.invalid_argument(violations)
-        variant = resolve(self._router, message.model, "model", identity)
+        variant = resolve(self._router, message.model, "model", identity.asking())
         record.found(variant)
         try:
             limits = limits.of(variant)

@@ -209,8 +209,9 @@ class ModelConfig:
                 )
         unknown = sorted(set(config) - _IGNORED - set(_FIXED) - set(_READ.values()) - set(_DERIVED))
         if unknown:
+            named = ", ".join(key if key.isidentifier() else shortened(key) for key in unknown[:20])
             raise ValueError(
-                f"config.json has settings that are not known here: {', '.join(unknown)}; "
+                f"config.json has settings that are not known here: {named}; "
                 "they might change what the model computes, so it is refused"
             )
         family, heads = config["model_type"], config["num_attention_heads"]

@@ -53,7 +53,8 @@ def logs_on_stderr(log_format: LogFormat = "text") -> Iterator[None]:
         each.addFilter(WithRequest())
     seldom.addFilter(Seldom())
     own = (logging.INFO, handler)
-    loggers = {"server": own, "zen_jax": own, "opentelemetry": (logging.ERROR, seldom)}
+    others = (logging.ERROR, seldom)
+    loggers = {"server": own, "zen_jax": own, "opentelemetry": others, "asyncio": others}
     with closing(lines), ExitStack() as shown:
         for name, (level, where) in loggers.items():
             shown.enter_context(_shown(logging.getLogger(name), level, where))

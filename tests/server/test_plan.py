@@ -35,6 +35,13 @@ def test_what_does_not_fit_says_what_would(capsys) -> None:
     assert "not even the base fits" in capsys.readouterr().out
 
 
+def test_more_cards_than_a_node_has_are_said_to_be_one(capsys) -> None:
+    cli.run(["plan", "--chips", "16xH100"])
+    said = capsys.readouterr().out
+    assert "16 cards are taken to be one node" in said
+    assert "lies on every card: heads, kv_heads" in said
+
+
 @pytest.mark.parametrize("given", [CONFIG, CONFIG / "config.json"])
 def test_a_model_of_ones_own(given: Path, capsys) -> None:
     own = ["--context", "32", "--prompt", "16", "--rows", "2", "--chips", "2xL40S"]

@@ -1,9 +1,10 @@
 """How long a step should take, from bytes, operations and what the cards say to each other.
 
-A product takes the longest of three: its bytes at the bandwidth that is reached, its matrix
-operations, and the integer operations that unpack signs, as `pallas_kernels.aot.roofline` has them
-for compiled kernels; between the products stand attention, sums over the cards, and small kernels.
-All are predictions: none was measured on a card. `ASSUMED` says what they rest on.
+A product takes the longer of two: its bytes at the bandwidth that is reached, and its matrix
+operations, as `pallas_kernels.aot.roofline` has them for compiled kernels. The integer operations
+that unpack signs, 0.55 for a weight and variant, hide behind the least matrix operation. Between
+the products stand attention, sums over the cards, and small kernels. All are predictions: none was
+measured on a card. `ASSUMED` says what they rest on.
 """
 
 import dataclasses
@@ -21,8 +22,6 @@ TENSOR = 0.73  # of the tensor cores' rate, by a long prompt's products
 START = 3e-6  # s for a product to start
 SMALL = 2e-6  # s for a small kernel between products
 SMALL_KERNELS = 22  # of them in a layer, as compiled
-UNPACKED = 0.55  # integer operations for a weight and variant, as compiled for Hopper
-INTEGER_LANES = 64  # of a multiprocessor in a cycle
 BUSY = 0.85  # of the multiprocessors, over the waves of a product's programs
 LEAST_CYCLES = 16  # of a matrix operation of 64 outputs by 16 inputs
 LINK = 0.8  # of the links' bandwidth, by a sum over the cards
@@ -34,8 +33,6 @@ ASSUMED = (
     "by prompts",
     f"a product takes {START * 1e6:.0f} us to start; a layer has {SMALL_KERNELS} small kernels of "
     f"{SMALL * 1e6:.0f} us",
-    f"unpacking takes {UNPACKED} integer operations for a weight and variant, {INTEGER_LANES} "
-    "lanes of a multiprocessor at once",
     f"{BUSY:.0%} of the multiprocessors are busy; a matrix operation of 64 outputs by 16 inputs "
     f"takes {LEAST_CYCLES} cycles or more",
     "a sum over n cards takes its start and 2 (n - 1) / n times its float32 bytes at "
@@ -148,8 +145,7 @@ def decode_step(chip: Chip, lay: Layout, rows: int, entries: int, *, gathered: b
         cycles = max(least, columns * _padded(rows)) + entries * max(least, columns * width)
         busy = BUSY * chip.multiprocessors * chip.clock
         matrix = weights / (64 * 16) * cycles / busy
-        unpacking = entries * weights * UNPACKED / (INTEGER_LANES * busy)
-        own = max(size / (chip.bandwidth * REACHED), matrix, unpacking) + START
+        own = max(size / (chip.bandwidth * REACHED), matrix) + START
         time += product.count * own
         moved += product.count * size
         flops += product.count * 2.0 * weights * rows * (1 + (entries > 0))

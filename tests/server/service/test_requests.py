@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
+from google.rpc import code_pb2, error_details_pb2
 
-from server.auth import ANYBODY
+from server.auth import ANYBODY, Identity, Right, answering
 from server.incoming import Limits
 from server.records import CallRecord
 from server.requests import TokenEvent
@@ -330,3 +330,20 @@ async def test_every_call_leaves_a_record_however_it_ends(served, worker, record
     assert [finish.completion_tokens for finish in first.finishes] == [2]
     assert (records[1].model, records[1].finishes) == ("", [])
     assert len({record.id for record in records}) == 3
+
+
+@pytest.mark.parametrize("rights", [{Right.generate}, {Right.generate, Right.operate}])
+async def test_a_model_that_the_token_does_not_name_is_not_asked(served, worker, rights):
+    """Not by an operator either, who sees it."""
+    answering(Identity("1", "acme", frozenset({"base"}), frozenset(rights)))
+    written: list[pb.GenerateResponse] = []
+
+    async def write(message: pb.GenerateResponse) -> None:
+        written.append(message)
+
+    await served.service.run(ask("base"), None, write)
+    assert "".join(message.text for message in written) == "Hello"
+    with pytest.raises(StatusError, match="coder") as refused:
+        await served.service.run(ask("coder"), None, write)
+    assert refused.value.status.code == code_pb2.NOT_FOUND
+    assert len(worker.requests) == 1

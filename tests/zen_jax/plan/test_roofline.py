@@ -45,6 +45,15 @@ def test_products_take_the_time_of_the_compiled_kernels() -> None:
         assert layer_us(*MODELS[model], card, entries) == pytest.approx(int(us), rel=0.06)
 
 
+def test_a_prompt_is_read_in_chunks_and_the_last_may_be_short() -> None:
+    lay = Layout(read_model("smollm2-135m"), 1, EngineConfig(rows=1, chunk_tokens=128))
+    times = [roofline.prompt_read(CHIPS["H100"], lay, n) for n in (128, 129, 256)]
+    layer = read_model("smollm2-135m").parameters
+    assert times[0].flops < times[1].flops < times[2].flops
+    # The last chunk's one token, and its logits: 2 operations a weight, the head once more a chunk.
+    assert times[1].flops - times[0].flops < 1.1 * 2 * layer
+
+
 def test_a_decode_step_reads_each_byte_once() -> None:
     lay = Layout(ModelConfig(512, 64, 128, 2, 8, 4, 8, 64), 2, EngineConfig(rows=1, max_length=32))
     weights = 512 * 64 + 2 * (16 * 8 * 64 + 64 * 64 + 3 * 128 * 64)
