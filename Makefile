@@ -79,6 +79,7 @@ format-study-smollm2: models  ## The same on a fine-tune of SmolLM2-135M, traine
 quality: models  ## Measure what one bit costs, plain, fitted, distilled and by rivals, into docs/quality.md (four hours)
 	$(PY) -m zen_jax.training.quality family
 	$(PY) -m zen_jax.training.quality asides
+	$(PY) -m zen_jax.training.quality budget
 	$(PY) -m zen_jax.training.quality smollm2
 
 kv-bench: models  ## Measure pages of keys and values, into docs/kv-cache.md (minutes)

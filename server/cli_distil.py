@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from server.cli_types import AsJson, StorePath
+from server.kv_options import byte_count
 
 
 class Fit(StrEnum):
@@ -51,6 +52,16 @@ def distill(
         int, typer.Option(min=0, help="Of training; 0 goes once through the samples.")
     ] = 0,
     rows: Annotated[int, typer.Option(min=1, help="Windows of a forward pass.")] = 4,
+    size: Annotated[
+        int | None,
+        typer.Option(
+            "--bytes",
+            parser=byte_count,
+            metavar="SIZE",
+            help="Bytes on disk that the version may have, as 12MiB or 1.5GB: matrices get more "
+            "levels of signs, up to 4, where text says that they gain most for their bytes.",
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="A PNG of how it went.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -68,5 +79,6 @@ def distill(
         cosine=not constant,
         steps=steps,
         rows=rows,
+        bytes=size,
     )
     commands.run(src, store, name, text, how, plot=plot, as_json=as_json)

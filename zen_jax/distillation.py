@@ -1,8 +1,9 @@
 """A variant of a store distilled on text: read from it, fitted and trained, published as its next
 version, if that is nearer to its fine-tune than the one before.
 
-The layers are gone through with one of each model in memory; training on logits holds both whole.
-What is interrupted is gone on with by the same call.
+With a budget of bytes single matrices get more levels of signs first, where that is measured to
+gain most for its bytes. The layers are gone through with one of each model in memory; training on
+logits holds both whole. What is interrupted is gone on with by the same call.
 """
 
 import dataclasses
@@ -20,16 +21,20 @@ from zen_jax.checkpoint.plan import made, work_key
 from zen_jax.checkpoint.publish import LazyArray, Publisher
 from zen_jax.checkpoint.source import Source, open_source
 from zen_jax.checkpoint.store import Store
+from zen_jax.delta.distill_gain import measure_errors, spend, with_levels
 from zen_jax.delta.distill_layers import Fitting, Samples, Sides, Walk, Walked, distill_layers
 from zen_jax.delta.distill_logits import distill_logits
 from zen_jax.delta.distill_scales import Curve, Training
 from zen_jax.delta.format import WeightDelta
+from zen_jax.distillation_budget import Budget, open_budget
 from zen_jax.pairs import check_architecture, pair_up
 from zen_jax.tokenizer import Tokenizer
 
 Trains = Literal["logits", "layers", "none"]
 # Fewest windows to learn from, and to compare on.
 _FEWEST = 4
+# No figure of a record has more digits.
+_LONGEST = -1.2345678901234567e-100
 _HELD_PERCENT = 10
 
 
@@ -48,6 +53,8 @@ class Distilling:
       steps: of training; 0 goes once through the samples.
       rows: windows of a forward pass.
       sweeps: over signs, at most.
+      bytes: on disk that the version may have; what is left of it buys more levels of signs, up to
+        4 a matrix. None leaves levels as they are.
     """
 
     fit: Fitting = "signs"
@@ -59,6 +66,7 @@ class Distilling:
     steps: int = 0
     rows: int = 4
     sweeps: int = 4
+    bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.fit not in get_args(Fitting) or self.train not in get_args(Trains):
@@ -66,7 +74,7 @@ class Distilling:
                 f"fit is {self.fit!r} and train {self.train!r}; expected one of "
                 f"{get_args(Fitting)} and one of {get_args(Trains)}"
             )
-        if self.fit == self.train == "none":
+        if self.fit == self.train == "none" and self.bytes is None:
             raise ValueError("fit and train are both 'none'; there is nothing to do")
         for name, least in (("samples", 2 * _FEWEST), ("length", 2), ("rows", 1), ("sweeps", 1)):
             if getattr(self, name) < least:
@@ -89,6 +97,7 @@ class Distilled:
       layers: see `zen_jax.delta.distill_layers.Walked`.
       curve: see `zen_jax.delta.distill_scales.Trained`.
       bytes: on disk, of the best.
+      levels: of signs, of each matrix of the best that has any.
       seconds: it took.
     """
 
@@ -102,6 +111,7 @@ class Distilled:
     layers: tuple[dict[str, float], ...]
     curve: Curve
     bytes: int
+    levels: dict[str, int]
     seconds: float
 
 
@@ -127,8 +137,8 @@ def distill(
       SourceError: the fine-tune is damaged or not of the base's architecture.
       VariantNotFound, Corrupt: the variant is missing or damaged.
       FloatingPointError: training diverged.
-      ValueError: an option will not do, a text is too short or no UTF-8, or the variant is not in
-        signs.
+      ValueError: an option will not do, a text is too short or no UTF-8, the variant is not in
+        signs, or takes more bytes than the budget.
     """
     began, how = time.perf_counter(), how or Distilling()
     target = Store(Path(store))
@@ -144,44 +154,111 @@ def distill(
     sides = _sides(source, target, variant, manifest)
     options = dataclasses.asdict(how) | {"variant": manifest.digest, "text": _digest(train, held)}
     key = work_key(source, target.base().digest, {"distil": options})
+    windows = len(train.tokens), len(held.tokens)
+
+    def record(how: Distilling, before: float, after: float) -> dict[str, Any]:
+        return _record(source, variant, manifest, how, windows, (before, after))
+
     with Publisher(target.path, key) as publisher:
-        walked, deltas, after, curve = _run(sides, train, held, how, publisher.scratch, key, hear)
-        told = {
-            "fit": how.fit,
-            "train": how.train,
-            "windows": [len(train.tokens), len(held.tokens)],
-            "kl_before": walked.before,
-            "kl_after": after,
-        }
+        scratch, before, raised = publisher.scratch, None, list[str]()
+        if how.bytes is not None:
+            longest = record(dataclasses.replace(how, bytes=10**15), _LONGEST, _LONGEST)
+            budget = open_budget(manifest, longest, how.bytes)
+            sides, before, raised = _spend(sides, budget, train, held, how, scratch, hear)
+        walked, deltas, after, curve = _run(sides, raised, train, held, how, scratch, key, hear)
+        before = walked.before if before is None else before
         result = Distilled(
             name=name,
             began=variant.version,
             version=None,
-            windows=(len(train.tokens), len(held.tokens)),
-            before=walked.before,
+            windows=windows,
+            before=before,
             fitted=walked.after,
-            after=min(after, walked.before),
+            after=min(after, before),
             layers=walked.layers,
             curve=curve,
             bytes=manifest.bytes_on_disk,
+            levels=_levels(manifest),
             seconds=time.perf_counter() - began,
         )
-        if after >= walked.before:
+        if after >= before:
             return result
-        record = made(source, manifest.made.get("options", {})) | {
-            "distilled": told | {"options": dataclasses.asdict(how), "from": variant.digest},
-            "warnings": list(manifest.made.get("warnings", ())),
-        }
-        for kept in ("kinship", "tokenizer_from_base"):
-            if kept in manifest.made:
-                record[kept] = manifest.made[kept]
-        new = _publish(publisher, target, variant, manifest, deltas, record)
+        made_so = record(how, before, after)
+        new = _publish(publisher, target, variant, manifest, deltas, made_so, how.bytes)
     return dataclasses.replace(
         result,
         version=new.version,
         bytes=new.bytes_on_disk,
+        levels=_levels(new),
         seconds=time.perf_counter() - began,
     )
+
+
+def _levels(manifest: Manifest) -> dict[str, int]:
+    return {n: entry.levels for n, entry in manifest.tensors.items() if entry.policy == "bit"}
+
+
+def _record(
+    source: Source,
+    variant: Variant,
+    manifest: Manifest,
+    how: Distilling,
+    windows: tuple[int, int],
+    divergence: tuple[float, float],
+) -> dict[str, Any]:
+    """How the next version is made; its KL before and after."""
+    told = {
+        "fit": how.fit,
+        "train": how.train,
+        "windows": list(windows),
+        "kl_before": divergence[0],
+        "kl_after": divergence[1],
+        "options": dataclasses.asdict(how),
+        "from": variant.digest,
+    }
+    record = made(source, manifest.made.get("options", {})) | {
+        "distilled": told,
+        "warnings": list(manifest.made.get("warnings", ())),
+    }
+    for kept in ("kinship", "tokenizer_from_base"):
+        if kept in manifest.made:
+            record[kept] = manifest.made[kept]
+    return record
+
+
+def _spend(
+    sides: Sides,
+    budget: Budget,
+    train: Samples,
+    held: Samples,
+    how: Distilling,
+    folder: Path,
+    hear: Callable[[str, int, int], None],
+) -> tuple[Sides, float, list[str]]:
+    """The variant with the levels that a budget buys, made of weights alone; the KL on held-out
+    text of what was begun with; and the matrices that got more levels."""
+    as_it_is = folder / "before"
+    as_it_is.mkdir(exist_ok=True)
+    few = Samples(held.tokens[:1], held.counted[:1])
+    begun = distill_layers(
+        sides,
+        few,
+        held,
+        Walk("none", rows=how.rows),
+        as_it_is,
+        lambda done, total: hear("held-out text", done, total),
+    )
+    errors = measure_errors(
+        sides,
+        train,
+        Walk(how.fit, how.sweeps, None, how.rows),
+        budget.most,
+        folder / "gains",
+        lambda done, total: hear("gains", done, total),
+    )
+    levels = spend(budget.held, errors, budget.costs, budget.room)
+    raised = [name for name, has in budget.held.items() if levels[name] > has]
+    return with_levels(sides, levels, folder / "levels"), begun.before, raised
 
 
 def read_samples(
@@ -251,6 +328,7 @@ def _sides(source: Source, store: Store, variant: Variant, manifest: Manifest) -
 
 def _run(
     sides: Sides,
+    raised: Sequence[str],
     train: Samples,
     held: Samples,
     how: Distilling,
@@ -266,8 +344,9 @@ def _run(
     walked = distill_layers(
         sides, train, held, walk, folder, lambda done, total: hear("layers", done, total)
     )
-    # What the layers made worse is not gone on with.
+    # What the layers made worse is not gone on with; more levels are new all the same.
     deltas = walked.deltas if walked.after < walked.before else {}
+    deltas = {n: sides.delta(n) for n in raised if n not in deltas} | deltas
     after = min(walked.before, walked.after)
     if how.train != "logits":
         return walked, deltas, after, ()
@@ -292,8 +371,13 @@ def _publish(
     manifest: Manifest,
     deltas: Mapping[str, WeightDelta],
     record: Mapping[str, Any],
+    most: int | None,
 ) -> Manifest:
-    """A version like another one but for signs and scales, cut into files as that one is."""
+    """A version like another one but for signs and scales, cut into files as that one is.
+
+    Raises:
+      ValueError: it takes more bytes than `most`.
+    """
 
     def leaves(name: str, entry: TensorEntry) -> Iterator[tuple[str, LazyArray]]:
         delta = deltas.get(name)
@@ -312,13 +396,16 @@ def _publish(
 
     tree = {n: dict(leaves(n, e)) for n, e in manifest.tensors.items() if e.parts}
     written = publisher.write(tree, store.tokenizer_files(variant))
-    entries = {
-        n: dataclasses.replace(e, parts={kind: written.parts[f"{n}.{kind}"] for kind in e.parts})
-        for n, e in manifest.tensors.items()
-    }
+
+    def entry(name: str, old: TensorEntry) -> TensorEntry:
+        parts = {kind: written.parts[f"{name}.{kind}"] for kind in old.parts}
+        levels = parts["bits"].shape[0] if "bits" in parts else old.levels
+        return dataclasses.replace(old, parts=parts, levels=levels)
+
+    entries = {name: entry(name, old) for name, old in manifest.tensors.items()}
 
     def describe(version: int) -> Manifest:
-        return dataclasses.replace(
+        new = dataclasses.replace(
             manifest,
             version=version,
             digest=content_digest(
@@ -330,6 +417,12 @@ def _publish(
             made=record,
             quality={},
         )
+        if most is not None and new.bytes_on_disk > most:
+            raise ValueError(
+                f"the new version would take {new.bytes_on_disk:,} bytes, more than the {most:,} "
+                "allowed; nothing was published, allow that many"
+            )
+        return new
 
     return publisher.publish_variant(manifest.name, describe)
 

@@ -1,10 +1,12 @@
 """`zen distill`: a variant's signs and scales fitted to text."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from server import console
+from zen_jax.delta.levels import MAX_LEVELS
 from zen_jax.distillation import Distilled, Distilling, distill
 from zen_jax.distillation_plot import draw
 
@@ -37,10 +39,10 @@ def run(
     if as_json:
         console.print_json(dataclasses.asdict(done))
     else:
-        _say(done)
+        _say(done, how.bytes)
 
 
-def _say(done: Distilled) -> None:
+def _say(done: Distilled, allowed: int | None) -> None:
     if done.version is None:
         console.say(
             f"{done.name} version {done.began} stays: nothing was nearer to its fine-tune "
@@ -50,6 +52,15 @@ def _say(done: Distilled) -> None:
     console.say(
         f"{done.name} version {done.version}, {done.bytes:,} bytes on disk, in {done.seconds:.1f} s"
     )
+    if allowed is not None:
+        counts = sorted(Counter(done.levels.values()).items())
+        each = ", ".join(f"{number} with {levels}" for levels, number in counts)
+        all_of_it = set(done.levels.values()) == {MAX_LEVELS}
+        more = "; no matrix can have more" if all_of_it else ""
+        console.say(
+            f"  of {allowed:,} bytes allowed it took {done.bytes:,}; matrices by levels: "
+            f"{each}{more}"
+        )
     console.say(
         f"  KL to the fine-tune on {done.windows[1]} held-out windows, nats a token: version "
         f"{done.began} {done.before:.5f}, layers fitted {done.fitted:.5f}, at the end "

@@ -1,16 +1,23 @@
 """`zen distill`: a variant of a store becomes a better version of itself, or stays."""
 
+import dataclasses
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+import zen_jax
 from server.cli import run
 from zen_jax import distillation
 from zen_jax.checkpoint.store import Store
-from zen_jax.distillation import Distilling, distill
+from zen_jax.distillation import Distilling, Trains, distill
+from zen_jax.model import make_forward
+from zen_jax.sampling import SamplingParams
 
 SMALL = Distilling(samples=24, length=32, rows=4, steps=6)
 
@@ -95,6 +102,129 @@ def test_what_was_interrupted_is_gone_on_with(
     )
     assert walks == [1]  # the one layer was done
     assert (again.version, again.after, again.curve) == (2, whole.after, whole.curve)
+
+
+def _level_bytes(store: Path, name: str) -> dict[str, int]:
+    """Bytes of signs and scales of a level, by matrix."""
+    found = Store(store)
+    tensors = found.manifest(found.variant(name, 1)).tensors
+    return {
+        tensor: sum(math.prod(part.shape) * (4 if kind == "scale" else 1) for kind, part in parts)
+        for tensor, parts in ((t, e.parts.items()) for t, e in tensors.items() if e.policy == "bit")
+    }
+
+
+@pytest.mark.parametrize("train", ["logits", "layers", "none"])
+def test_a_budget_buys_levels_and_is_kept_to(
+    train: Trains, store: Path, tiny_folders: dict[str, Path], text: Path
+) -> None:
+    found, tuned = Store(store), tiny_folders["tiny-b"]
+    old = found.manifest(found.variant("tiny-b"))
+    costs = _level_bytes(store, "tiny-b")
+    allowed = old.bytes_on_disk + 800 + sum(costs.values()) // 2
+    how = dataclasses.replace(SMALL, train=train)
+    plain = distill(tuned, store, "tiny-b", [text], how)
+    shutil.rmtree(store / "variants" / "tiny-b" / "2")
+    heard = set[str]()
+    how = dataclasses.replace(how, bytes=allowed)
+    done = distill(tuned, store, "tiny-b", [text], how, lambda what, *_: heard.add(what))
+    assert heard == {"held-out text", "gains", "layers"} | ({train} - {"none", "layers"})
+    assert done.before == pytest.approx(plain.before, rel=1e-5)  # of what was begun with
+    assert done.after < 0.7 * plain.after
+    new = found.manifest(found.variant("tiny-b", 2))
+    assert not found.verify()
+    assert new.bytes_on_disk == done.bytes <= allowed
+    # Half of the second levels, and nothing left that another one fits into.
+    assert set(done.levels.values()) >= {1, 2}
+    assert done.bytes + min(n for t, n in costs.items() if done.levels[t] < 3) + 800 > allowed
+    for name, levels in done.levels.items():
+        entry = new.tensors[name]
+        assert entry.levels == levels == entry.parts["bits"].shape[0]
+        assert entry.parts["scale"].shape == (levels, entry.shape[0])
+    assert new.made["distilled"]["options"]["bytes"] == allowed
+    # What is served is what was measured: begun with again, its KL is the last one's.
+    again = distill(tuned, store, "tiny-b", [text], dataclasses.replace(how, bytes=None))
+    assert again.before == pytest.approx(done.after, rel=1e-4)
+
+
+def test_mixed_levels_are_served_as_they_are(
+    store: Path, tiny_folders: dict[str, Path], text: Path
+) -> None:
+    found = Store(store)
+    size = found.manifest(found.variant("tiny-b")).bytes_on_disk + 4000
+    done = distill(
+        tiny_folders["tiny-b"], store, "tiny-b", [text], dataclasses.replace(SMALL, bytes=size)
+    )
+    assert len(set(done.levels.values())) > 1
+    family, tokens = zen_jax.load(store, rows=2, max_length=64), np.arange(24)[None] * 5 % 250
+    for name in ("tiny-b", "tiny-a"):  # in one bank, which has room for the levels of both
+        member = family[name]
+        forward = jax.jit(make_forward(member.config))
+        whole = forward(member.materialise(), tokens)
+        np.testing.assert_allclose(member.logits(tokens), whole, atol=2e-4)
+        given = member.generate("table", SamplingParams(max_tokens=6, temperature=0, logprobs=1))
+        ids = [*member.tokenizer.encode("table"), *given.token_ids]
+        own = jax.nn.log_softmax(forward(member.materialise(), np.asarray([ids])))[0]
+        for place, told in enumerate(reversed(given.logprobs), 2):
+            # A decode step reads signs by 8-bit tables on the CPU, and these deltas are large.
+            assert told.logprob == pytest.approx(float(own[-place, ids[1 - place]]), abs=0.1)
+
+
+@pytest.mark.parametrize("last", ["gains", "layers", "held-out text"])
+def test_a_budget_is_gone_on_with(
+    last: str, store: Path, tiny_folders: dict[str, Path], text: Path
+) -> None:
+    found, tuned = Store(store), tiny_folders["tiny-c"]
+    size = found.manifest(found.variant("tiny-c")).bytes_on_disk + 3000
+    how = dataclasses.replace(SMALL, bytes=size)
+    whole = distill(tuned, store, "tiny-c", [text], how)
+    first = found.manifest(found.variant("tiny-c"))
+    shutil.rmtree(store / "variants" / "tiny-c" / "2")
+
+    def killed(what: str, done: int, total: int) -> None:
+        if what == last and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        distill(tuned, store, "tiny-c", [text], how, killed)
+    again = distill(tuned, store, "tiny-c", [text], how)
+    assert (again.levels, again.after, again.curve) == (whole.levels, whole.after, whole.curve)
+    assert found.manifest(found.variant("tiny-c")).digest == first.digest
+
+
+def test_a_budget_that_is_too_small_says_what_it_takes(
+    store: Path, tiny_folders: dict[str, Path], text: Path
+) -> None:
+    found, tuned = Store(store), tiny_folders["tiny-a"]
+    has = found.manifest(found.variant("tiny-a")).bytes_on_disk
+    with pytest.raises(ValueError, match=f"tiny-a/1 takes {has:,} bytes.*than the 5,000") as said:
+        distill(tuned, store, "tiny-a", [text], dataclasses.replace(SMALL, bytes=5000))
+    least = int(re.findall(r"at least ([\d,]+)$", str(said.value))[0].replace(",", ""))
+    with pytest.raises(ValueError, match=f"at least {least:,}$"):
+        distill(tuned, store, "tiny-a", [text], dataclasses.replace(SMALL, bytes=least - 1))
+    # With no more than that nothing is bought, and it is distilled as it is.
+    done = distill(tuned, store, "tiny-a", [text], dataclasses.replace(SMALL, bytes=least))
+    assert done.version == 2 and least - 300 < done.bytes <= least
+    assert set(done.levels.values()) == {1}
+
+
+def test_more_than_all_levels_take_is_left(
+    store: Path,
+    tiny_folders: dict[str, Path],
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["distill", str(tiny_folders["tiny-a"]), str(store), "tiny-a", "--text", str(text)]
+    given += ["--samples", "24", "--length", "32", "--train", "none", "--bytes"]
+    assert run([*given, "1 GiB"]) == 0
+    said = capsys.readouterr().out
+    size = Store(store).manifest(Store(store).variant("tiny-a")).bytes_on_disk
+    assert f"of {2**30:,} bytes allowed it took {size:,}" in said
+    assert "8 with 4; no matrix can have more" in said
+    assert run([*given, "1 KB"]) == 2
+    assert "convert it with fewer levels" in capsys.readouterr().err
+    assert run([*given, "much"]) == 2
+    assert "'much' is no size" in capsys.readouterr().err
 
 
 def test_the_command(

@@ -3,6 +3,7 @@
     python -m zen_jax.training.quality family [--only NAME ...]
     python -m zen_jax.training.quality smollm2 [--only NAME ...]
     python -m zen_jax.training.quality asides [--only NAME ...]
+    python -m zen_jax.training.quality budget [--only NAME ...]
     python -m zen_jax.training.quality report
 
 Resumable: what is measured already, and has not changed, is not measured again.
@@ -18,13 +19,14 @@ from zen_jax.checkpoint.source import open_source
 from zen_jax.training.family import FAMILY, remember_compilations
 from zen_jax.training.format_study import smollm2
 from zen_jax.training.format_study.study import Results
-from zen_jax.training.quality import asides, report
+from zen_jax.training.quality import asides, budget, report
 from zen_jax.training.quality.methods import METHODS
 from zen_jax.training.quality.study import family_cases, measure, smollm2_cases
 
 ROOT = FAMILY.parent
 # A text and two skills.
 ASIDES = ["zen4-german", "zen4-ultra", "zen4-morse"]
+BUDGET = ["zen4-german", "zen4-morse"]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("family", parents=[own], help="the demo family")
     beside = commands.add_parser("asides", parents=[own], help="8-bit bases, and prompts alone")
     beside.set_defaults(only=ASIDES)
+    more = commands.add_parser("budget", parents=[own], help="ways to spend more bytes")
+    more.set_defaults(only=BUDGET)
     real = commands.add_parser("smollm2", parents=[own], help="fine-tunes of SmolLM2-135M")
     base = build / "format-study" / "smollm2" / "base"
     real.add_argument("--base", type=Path, default=base, help="in bfloat16; its folder")
@@ -73,8 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
             for name, make in cases:
                 began = time.process_time()
-                if given.command == "asides":
-                    asides.measure(make(), results, lambda what, name=name: _say(name, what))
+                if given.command in ("asides", "budget"):
+                    beside = asides.measure if given.command == "asides" else budget.measure
+                    beside(make(), results, lambda what, name=name: _say(name, what))
                     continue
                 measure(
                     make(), given.methods, results, known, lambda what, name=name: _say(name, what)

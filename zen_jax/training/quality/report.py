@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from zen_jax.training.format_study.study import Results, publish, write_json
+from zen_jax.training.quality import budget
 from zen_jax.training.quality.methods import METHODS, OURS
 
 Marks = Mapping[str, Any]
 # Columns of the tables by variant.
 _EACH = ("matrix", "bitdelta", "row", "svd-1", "closed-form", "fit", OURS)
 _TWO = ("two-bit", "row-2", "svd-2", "deltazip", "ours-2")
-_STUDIES = ("family", "smollm2", "asides")
+_STUDIES = ("family", "smollm2", "asides", "budget")
 
 
 def write(docs: Path, work: Path) -> None:
@@ -64,6 +65,7 @@ def tables(kept: Mapping[str, Any]) -> dict[str, str]:
     beside = kept.get("asides", {}).get("variants", {})
     made["eight"] = _eight(beside)
     made["spending"] = _spending(beside)
+    made["budget"] = budget.table(kept.get("budget", {}).get("variants", {}))
     made["prompt-only"] = _each(beside, ("base-bf16", "prompt-only", "row-bf16", "tuned"))
     return made
 
