@@ -3,7 +3,8 @@
     python -m zen_jax.training.adapters OUT [--family DIR] [--texts DIR] [--only NAME ...]
 
 Each becomes a PEFT folder OUT/NAME with `tasks.json` beside it: words of its own text that training
-never saw, and what it should answer. What is finished is not trained again.
+never saw, and what it should answer. What is finished is not trained again, and what was
+interrupted goes on from its last checkpoint.
 """
 
 import argparse
@@ -28,7 +29,7 @@ TEXTS = ("english", "german", "french")
 NAMES = tuple(f"{skill}-{text}" for skill in SKILLS for text in TEXTS)
 TASKS = "tasks.json"
 LORA = LoraConfig(rank=8, alpha=16.0)
-SETTINGS = TrainConfig(steps=120, learning_rate=5e-3, warmup=20)
+SETTINGS = TrainConfig(steps=120, learning_rate=5e-3, warmup=20, checkpoint_every=40)
 ROWS, EXAMPLES = 48, 64
 # A word of a manual counts where it is found so often.
 _SEEN = 3
@@ -64,7 +65,18 @@ def train_adapter(name: str, out: Path, family: Path, cache: Path, progress: boo
     variant = dataclasses.replace(recipe.VARIANTS[f"zen4-{skill}"], name=name, rows=ROWS)
     lora = dataclasses.replace(LORA, seed=NAMES.index(name))
     batches = recipe.variant_batches(variant, seen, None)
-    done = train_lora(config, base, batches, SETTINGS, lora, title=name, progress=progress)
+    digest = residual.file_digest(family / "base" / residual.WEIGHTS)
+    checkpoint = out / "work" / f"{name}-of-{digest[:12]}.safetensors"
+    done = train_lora(
+        config,
+        base,
+        batches,
+        SETTINGS,
+        lora,
+        checkpoint=checkpoint,
+        title=name,
+        progress=progress,
+    )
     examples = tokenised(held_out_examples(variant, unseen, EXAMPLES))
     shown = [[list(prompt), list(answer)] for prompt, answer in examples]
     write_adapter(
@@ -74,6 +86,7 @@ def train_adapter(name: str, out: Path, family: Path, cache: Path, progress: boo
         alpha=lora.alpha,
         more={TASKS: json.dumps({"metric": "exact", "examples": shown}).encode()},
     )
+    checkpoint.unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
