@@ -17,6 +17,7 @@ from typing import Any
 
 from zen_jax.merge.combine import linear, ties
 from zen_jax.merge.lora import Adapter
+from zen_jax.merge.opcm import Opcm
 from zen_jax.merge.opcm_lora import Merger
 from zen_jax.merge.pool import PoolConfig, coverage
 from zen_jax.merge.pool_change import Newcomer, Score, Tasks
@@ -30,8 +31,15 @@ THRESHOLD, GATE = 0.2, 0.9
 POOLS = tuple(
     (policy, operation)
     for policy in ("gated", "kmerge", "kmerge++")
-    for operation in ("opcm", "mean_delta", "mean_factors")
+    for operation in ("opcm", "opcm, doc", "mean_delta", "mean_factors")
 )
+# How each merges.
+MERGERS = {
+    "opcm": Merger("opcm", RANK),
+    "opcm, doc": Merger("opcm", RANK, opcm=Opcm(split="doc")),
+    "mean_delta": Merger("mean_delta", RANK),
+    "mean_factors": Merger("mean_factors", RANK),
+}
 BASELINES = ("linear average", "TIES", "drop the oldest")
 
 
@@ -108,8 +116,7 @@ def run_study(newcomers: Sequence[Newcomer], score: Score, out: Path) -> None:
             ratios = _baseline(policy, order, places, score, groups)
         else:
             config = PoolConfig(places, limit, policy, THRESHOLD, GATE)  # pyright: ignore[reportArgumentType]
-            merger = Merger(operation, RANK)  # pyright: ignore[reportArgumentType]
-            found = simulate(PoolSettings.new(config, merger, ""), order, score)
+            found = simulate(PoolSettings.new(config, MERGERS[operation], ""), order, score)
             ratios = found.ratios
             record |= {
                 "members": found.members,
