@@ -7,6 +7,7 @@ passes through the bound of the inbox: an operator is never refused because the 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from typing import Any, Protocol
 
 import grpc
@@ -14,8 +15,9 @@ import grpc
 from server import status
 from server.auth import caller
 from server.call_log import log_operator
+from server.intakes import Intakes, through
 from server.requests import Draining, LoadRefused
-from server.router import Router
+from server.router import Hold, Router
 from server.service import resolve
 from server.snapshot import VariantStatus, WorkerSnapshot
 from server.status import StatusError, Violation
@@ -47,10 +49,12 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
     Until `attach` is called every variant is absent, and what needs the worker is UNAVAILABLE.
     """
 
-    def __init__(self, store: Store, router: Router):
-        """Takes the store to list, and the router that names are looked up with."""
+    def __init__(self, store: Store, router: Router, intakes: Intakes | None = None):
+        """Takes the store to list, the router that names are looked up with, and what takes
+        adapters into its pool, where the router knows of any."""
         self._store = store
         self._router = router
+        self._intakes = intakes
         self._worker: AdminWorker | None = None
 
     def attach(self, worker: AdminWorker) -> None:
@@ -87,8 +91,9 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
         self, request: pb.LoadVariantRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadVariantResponse:
         """Loads a variant, and answers when it is resident."""
-        variant = await self._find(request.name)
-        await self._ask("load", variant, lambda worker: worker.load(variant))
+        with closing(Hold()) as hold:
+            variant = await self._find(request.name, hold=hold)
+            await self._ask("load", variant, lambda worker: worker.load(variant))
         return pb.LoadVariantResponse(variant=self._describe(variant))
 
     async def UnloadVariant(
@@ -103,15 +108,22 @@ class VariantService(variants_pb2_grpc.VariantServiceServicer):
         self, request: pb.PinVariantRequest, context: grpc.aio.ServicerContext
     ) -> pb.PinVariantResponse:
         """Pins a variant, or lets all its versions go."""
-        variant = await self._find(request.name, known=not request.pinned)
         what = "pin" if request.pinned else "unpin"
-        await self._ask(what, variant, lambda worker: worker.pin(variant, request.pinned))
+        with closing(Hold()) as hold:
+            own = hold if request.pinned else None
+            variant = await self._find(request.name, known=not request.pinned, hold=own)
+            await self._ask(what, variant, lambda worker: worker.pin(variant, request.pinned))
         return pb.PinVariantResponse(variant=self._describe(variant))
 
-    async def _find(self, name: str, *, known: bool = False) -> Variant:
-        """The store's newest version; if `known`, else the newest that the worker knows."""
+    async def _find(self, name: str, *, known: bool = False, hold: Hold | None = None) -> Variant:
+        """The store's newest version; if `known`, else the newest that the worker knows. To be
+        held, an adapter is taken into its pool first."""
+
+        async def found(waited_s: float) -> Variant | None:
+            return await asyncio.to_thread(resolve, self._router, name, "name", caller(), hold)
+
         try:
-            variant = await asyncio.to_thread(resolve, self._router, name, "name", caller())
+            variant = await through(self._intakes, found)
         except StatusError:  # deleted or damaged; what is in memory can be seen and let go
             allowed = known and caller().may_use(name)
             versions = _versions(self._snapshot(), name) if allowed else []

@@ -9,7 +9,6 @@ import asyncio
 import functools
 import gc
 import logging
-import os
 import signal
 import threading
 import time
@@ -32,7 +31,9 @@ from server.http.app import Api
 from server.http.models import Models
 from server.http.serving import HttpServer
 from server.incoming import Limits
+from server.intakes import Intakes
 from server.loader import Loader, Stages
+from server.memory import check_memory, memory_bytes
 from server.observing import Observing
 from server.operations import OperationService
 from server.profiles import Profiles
@@ -49,6 +50,8 @@ from zen_jax.checkpoint.load import bank_schema, base_shapes, read_base
 from zen_jax.checkpoint.manifest import Variant
 from zen_jax.checkpoint.store import Store
 from zen_jax.engine import Engine, EngineConfig
+from zen_jax.merge.pool_change import Score
+from zen_jax.merge.pool_scores import scorer_of
 from zen_jax.pool_store import PoolStore
 from zen_jax.programs import keep_compiled
 from zen_jax.residency import CacheConfig
@@ -65,6 +68,8 @@ _MAX_LENGTH = 1024
 _TOKENIZERS_KEPT = 256
 # After the last answer was written: for what is still on its way to the clients.
 _CLOSING_S = 1.0
+# For an adapter that is being taken in: the score under way ends, and nothing of it is kept.
+_INTAKE_S = 10.0
 
 _CHANNEL_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two servers share a port without knowing
@@ -111,9 +116,14 @@ class ZenServer:
         self.worker: Worker | None = None
         self._options = options
         self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         tokens = None if options.tokens is None else Tokens(options.tokens)
         self._credentials = None if options.tls is None else Credentials(options.tls)
-        router = Router(store)
+        pool = store if isinstance(store, PoolStore) else None
+        router = Router(store, pool)
+        self._intakes = None
+        if pool is not None and pool.adapters is not None:
+            self._intakes = Intakes(pool, self._scorer)
         self._tokenizers = tokenizers_of(store)
         self._observing = Observing(self._snapshot, options.traces, options.trace_share)
         self._gate = Gate(tokens, operators=options.operators, refused=self._observing.refused)
@@ -122,8 +132,9 @@ class ZenServer:
             tokenizers=self._tokenizers,
             write_timeout_s=options.write_timeout_s,
             observers=self._observing.observers,
+            intakes=self._intakes,
         )
-        self._variants = VariantService(store, router)
+        self._variants = VariantService(store, router, self._intakes)
         profiles = None if options.profiles is None else Profiles(options.profiles)
         self._operations = OperationService(self._snapshot, self._observing.recent, profiles)
         self._health = Health(store, router, options.write_timeout_s)
@@ -137,7 +148,7 @@ class ZenServer:
         Raises:
             PortInUse: an address cannot be listened on.
         """
-        options = self._options
+        options, self._loop = self._options, asyncio.get_running_loop()
         bounds = (
             ("grpc.max_concurrent_streams", options.most_streams),
             ("grpc.max_allowed_incoming_connections", most_connections()),
@@ -221,7 +232,12 @@ class ZenServer:
                 self._generate.in_flight,
                 self._options.drain_s,
             )
-            finished = await asyncio.to_thread(self.worker.drain, self._options.drain_s)
+            until = time.monotonic() + self._options.drain_s
+            # Those that wait for an adapter are not in the worker's queue yet.
+            finished = await self._generate.settled(self._options.drain_s)
+            self._end_intakes()
+            left_s = max(0.0, until - time.monotonic())
+            finished &= await asyncio.to_thread(self.worker.drain, left_s)
         # Their last words may still be waiting for a slow reader.
         finished &= await self._generate.idle(self._options.write_timeout_s)
         if self.http is not None:
@@ -229,11 +245,25 @@ class ZenServer:
         if self._server is not None:
             await self._server.stop(_CLOSING_S)
         self._generate.close()
+        if self._intakes is not None and not await self._intakes.close(_INTAKE_S):
+            _log.warning("an adapter is still being scored; it is not taken in")
         await asyncio.to_thread(self._observing.close)
         return finished
 
+    def _end_intakes(self) -> None:
+        if self._intakes is not None:
+            self._intakes.refuse("the server is stopping")
+
+    def _scorer(self) -> Score:
+        """By the weights that others are answered from meanwhile."""
+        engine, store = self.engine, self.store
+        assert engine is not None and isinstance(store, PoolStore)
+        return scorer_of(engine.config, engine.params, store.base().tensors, store.rank)
+
     def hasten(self) -> None:
         """Cuts short a `stop` that waits for requests; from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end_intakes)
         if self.worker is not None:
             threading.Thread(target=self.worker.stop, daemon=True).start()
 
@@ -280,10 +310,12 @@ def build_engine(store: Store, options: ServeOptions, progress: Progress) -> Eng
         page_size=options.page_size,
         kv_dtype=options.kv_dtype,
     )
-    _check_memory(options, Staging(store, schema).slot_bytes)
+    check_memory(options, Staging(store, schema).slot_bytes)
     if options.kv_bytes is not None:
         sizes = sizes.within(config, options.kv_bytes)
     mesh = _mesh(options.devices)
+    if pooled and store.adapters is not None and mesh is not None:
+        raise ValueError("--adapters needs a base on one device to score with; give --devices 1")
     placement = None if mesh is None else Placement.of(config, mesh)
     engine = Engine(base_shapes(store, schema.held, placement), sizes, schema, mesh)
     with ThreadPoolExecutor(1, "read-base") as pool:
@@ -316,7 +348,7 @@ def make_worker(
         slots=engine.schema.slots,
         policy=options.policy(),
         slot_bytes=staging.slot_bytes,
-        host_bytes=_memory_bytes() // 4 if host_bytes is None else host_bytes,
+        host_bytes=memory_bytes() // 4 if host_bytes is None else host_bytes,
     )
     worker = Worker(
         engine,
@@ -343,36 +375,6 @@ def settle_memory() -> None:
     of a second; for a process that serves from here on."""
     gc.collect()
     gc.freeze()
-
-
-def _check_memory(options: ServeOptions, slot_bytes: int) -> None:
-    """Sees at once what would fail after minutes, or at the first request.
-
-    Raises:
-        ValueError: more memory is to be used than there is, or too little to load a variant.
-    """
-    most = _device_bytes()
-    if options.kv_bytes is not None and options.kv_bytes > most:
-        raise ValueError(
-            f"kv_bytes is {options.kv_bytes}; the devices have {most} bytes of memory in all"
-        )
-    if options.host_bytes is not None and options.host_bytes < slot_bytes:
-        raise ValueError(
-            f"host_bytes is {options.host_bytes}; expected no less than the {slot_bytes} that a "
-            "variant takes in the bank, and most take three times as much while they are loaded"
-        )
-
-
-def _device_bytes() -> int:
-    """Of memory on all devices; on a CPU, this machine's."""
-    if jax.default_backend() == "cpu":
-        return _memory_bytes()
-    return sum((device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.devices())
-
-
-def _memory_bytes() -> int:
-    """Of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def vocabularies_of(store: Store) -> Callable[[Variant | None], int]:

@@ -95,6 +95,12 @@ Budget = Annotated[
         parser=kv.byte_count, metavar="SIZE", help="Memory for the base and the pool's members."
     ),
 ]
+Adapters = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="PEFT folders with tasks.json; one asked for goes into the pool."
+    ),
+]
 
 if TYPE_CHECKING:
     from server.tls import TlsFiles
@@ -138,6 +144,7 @@ def serve(
     log_format: Log = LogFormat.text,
     pool: Pool = None,
     budget_bytes: Budget = None,
+    adapters: Adapters = None,
 ) -> None:
     """Serve a store over gRPC until SIGTERM or Ctrl-C; what runs then may finish."""
     from server.commands import serve as command
@@ -145,13 +152,13 @@ def serve(
 
     with by_option(ServeOptions):
         options = ServeOptions(**_settings(context.params))
-        finished = command.run(store, options, log_format.value, pool, budget_bytes)
+        finished = command.run(store, options, log_format.value, pool, budget_bytes, adapters)
     if not finished:
         raise typer.Exit(1)
 
 
 # What is no setting of the server.
-_OTHERS = ("store", "log_format", "pool", "budget_bytes")
+_OTHERS = ("store", "log_format", "pool", "budget_bytes", "adapters")
 # Settings whose unit stands in their name.
 _SECONDS = ("half_life", "idle_after", "drain", "hang")
 

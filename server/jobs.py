@@ -120,12 +120,12 @@ class Job:
     @property
     def timings(self) -> Timings:
         """Once the first token was read."""
-        load_s = self.granted_at - self.planned_at
+        load_s, waited_s = self.granted_at - self.planned_at, self.request.waited_s
         return Timings(
             queued_s=self.prefill_at - self.arrived.at - load_s,
-            load_s=load_s,
+            load_s=load_s + waited_s,
             prefill_s=self.first_at - self.prefill_at,
-            first_token_s=self.first_at - self.arrived.at,
+            first_token_s=self.first_at - self.arrived.at + waited_s,
         )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
+from server.auth import caller
 from server.requests import Failure, Finish, Request, TokenEvent
 from zen.v1 import generate_pb2 as pb
 from zen_jax.checkpoint.manifest import BASE, Variant
@@ -104,12 +105,13 @@ def completion(request: Request, finish: Finish) -> pb.Completion:
 
 
 def model_info(variant: Variant | None) -> pb.ModelInfo:
-    """What answered: a variant, or the base for None."""
+    """What answered: a variant, or the base for None; of who else is in it, those that the caller
+    may know of."""
     if variant is None:
         return pb.ModelInfo(name=BASE)
     return pb.ModelInfo(
         name=variant.name,
         version=variant.version,
         digest=variant.digest,
-        merged_of=variant.merged,
+        merged_of=filter(caller().may_use, variant.merged),
     )

@@ -24,6 +24,7 @@ type FailureKind = Literal[
     "corrupt",  # the variant is damaged in the store
     "does_not_fit",  # the variant exceeds what the bank was built for
     "exhausted",  # no slot came free within the wait allowed
+    "not_taken_in",  # the pool has no place for the adapter
     "withdrawn",  # an operator unloaded the variant while the request waited for it
     "unavailable",  # the server is stopping
     "internal",  # a fault of ours; the message carries an id that stands in the log as well
@@ -45,6 +46,7 @@ class Request:
             row when none is free.
         sample: which sample of the call this is; each has random numbers of its own.
         tenant: requests of different tenants share no pages of the cache.
+        waited_s: until its adapter was in the pool.
     """
 
     id: str
@@ -56,6 +58,7 @@ class Request:
     priority: int = 0
     sample: int = 0
     tenant: str = ""
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Timings:
 
     Attributes:
         queued_s: in the inbox and waiting for a row, the wait for the variant left out.
-        load_s: waiting for the variant to be resident; 0 when it was.
+        load_s: waiting for the variant to be resident, and in its pool before that; 0 when it was.
         prefill_s: from the launch of the prefill until its token was read.
         first_token_s: from submission until the first token; the sum of the three.
     """

@@ -32,6 +32,7 @@ from server.incoming import (
     invalid,
     token_ids_of,
 )
+from server.intakes import Intakes, through
 from server.outgoing import Outgoing, model_info
 from server.quota import Quotas, QuotaSpent
 from server.records import (
@@ -44,7 +45,7 @@ from server.records import (
     usable_traceparent,
 )
 from server.requests import Draining, InboxFull, OnEvent, Request
-from server.router import InvalidModelName, Router, UnknownModel, can_be_name
+from server.router import Hold, InvalidModelName, Router, UnknownModel, can_be_name
 from server.status import StatusError
 from zen.v1 import generate_pb2 as pb
 from zen.v1 import generate_pb2_grpc
@@ -106,10 +107,12 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         write_timeout_s: float = DEFAULT_WRITE_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
         observers: Sequence[Observer] = (),
+        intakes: Intakes | None = None,
     ):
         """Takes the parts that are there before an engine is.
 
         Args:
+            intakes: takes adapters into the pool, where the router knows of any.
             observers: told of every call when it is over.
             tokenizers: a variant's tokenizer, the base's for None; called from helper threads.
             write_timeout_s: how long one message may wait for its reader.
@@ -120,14 +123,16 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self._write_timeout_s = write_timeout_s
         self._clock = clock
         self._observers = tuple(observers)
+        self._intakes = intakes
         self._quotas = Quotas(clock)
         self._ids: set[tuple[str, str]] = set()
         self._engine: _Engine | None = None
         self._refusal = "the server is starting"
         self._preparers = ThreadPoolExecutor(_PREPARERS, "zen-prepare")
-        self._in_flight = 0
-        self._idle = asyncio.Event()
+        self._in_flight = self._unready = 0
+        self._idle, self._settled = asyncio.Event(), asyncio.Event()
         self._idle.set()
+        self._settled.set()
 
     @property
     def refusal(self) -> str | None:
@@ -150,12 +155,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
 
     async def idle(self, timeout_s: float) -> bool:
         """Waits until no call is in flight; returns whether that came within the time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await _came(self._idle, timeout_s)
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Likewise, until no call is being made ready for the worker's queue."""
+        return await _came(self._settled, timeout_s)
 
     def accept(self, worker: GenerateWorker, limits: Limits) -> None:
         """Lets calls in from now on, for `worker`, whose engine has `limits`."""
@@ -278,17 +282,16 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             raise status.unavailable(self._refusal)
         self._in_flight += 1
         self._idle.clear()
+        hold = Hold()
         try:
             deadline = None if remaining_s is None else self._clock() + remaining_s
-            # Files are looked at and text is tokenized there: neither may hold up the loop. A call
-            # that is cancelled before its turn takes none.
             with _refusals(), self._quotas.running(identity):
                 with engine.worker.reserved():
-                    requests = await asyncio.get_running_loop().run_in_executor(
-                        self._preparers,
-                        partial(self._prepare, message, deadline, engine.limits, max_tokens),
-                        identity,
-                        record,
+                    prepare = partial(
+                        self._prepare, message, deadline, engine.limits, max_tokens, identity
+                    )
+                    requests = await self._made_ready(
+                        partial(prepare, record, hold), deadline, engine.limits.samples
                     )
                 prepared(requests[0])
                 most = sum(request.sampling.max_tokens for request in requests)
@@ -297,9 +300,34 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 ):
                     await self._answer(requests, engine.worker, write, record)
         finally:
+            hold.close()
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
+
+    async def _made_ready(
+        self, prepare: Callable[[float], list[Request]], deadline: float | None, most: float
+    ) -> list[Request]:
+        """Runs `prepare` where files may be looked at and text tokenized without holding up the
+        loop, again when the adapter that it lacks is in the pool; a call that is cancelled before
+        its turn takes none.
+
+        Raises:
+            StatusError, InboxFull: as `prepare`, and where the adapter is not taken in.
+        """
+        self._unready += 1
+        self._settled.clear()
+        loop = asyncio.get_running_loop()
+
+        async def made_ready(waited_s: float) -> list[Request]:
+            return await loop.run_in_executor(self._preparers, prepare, waited_s)
+
+        try:
+            return await through(self._intakes, made_ready, deadline, most)
+        finally:
+            self._unready -= 1
+            if not self._unready:
+                self._settled.set()
 
     def _prepare(
         self,
@@ -309,18 +337,21 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         max_tokens: int,
         identity: Identity,
         record: CallRecord,
+        hold: Hold,
+        waited_s: float,
     ) -> list[Request]:
         """Checks a message, finds its variant and tokenizes its input: a request for each sample.
 
         Raises:
             StatusError: what the caller is told.
+            NotTakenIn: its adapter is not in the pool yet.
         """
         if deadline is not None and deadline <= self._clock():
             raise status.deadline_exceeded("the request's deadline has passed")
         violations = list(check(message, limits))
         if violations:
             raise status.invalid_argument(violations)
-        variant = resolve(self._router, message.model, "model", identity.asking())
+        variant = resolve(self._router, message.model, "model", identity.asking(), hold)
         record.found(variant)
         try:
             limits = limits.of(variant)
@@ -337,7 +368,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         own = f"{identity.tenant}/{record.id}"
         first = Request(own, variant, token_ids, sampling, seed, deadline, message.priority)
-        first = replace(first, tenant=identity.tenant)
+        first = replace(first, tenant=identity.tenant, waited_s=waited_s)
         later = replace(sampling, prompt_logprobs=None)
         requests = [
             first if i == 0 else replace(first, id=f"{first.id}#{i}", sampling=later, sample=i)
@@ -365,7 +396,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         The worker is told of each sample that nobody waits for any more.
         """
         outgoing, began = Outgoing(requests, record.finishes.append), self._clock()
-        record.queued_s = began - record.began_s
+        record.queued_s = began - record.began_s - requests[0].waited_s
         submitted: list[Request] = []
         try:
             for request in requests:
@@ -396,6 +427,15 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             raise status.cancelled(text) from None
 
 
+async def _came(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
 @contextmanager
 def _refusals() -> Iterator[None]:
     """Makes statuses of what a worker refuses.
@@ -413,16 +453,19 @@ def _refusals() -> Iterator[None]:
         raise status.resource_exhausted(str(error), error.retry_after_s) from None
 
 
-def resolve(router: Router, name: str, field: str, identity: Identity) -> Variant | None:
+def resolve(
+    router: Router, name: str, field: str, identity: Identity, hold: Hold | None = None
+) -> Variant | None:
     """The variant that `name`, the value of `field`, means; None for the base.
 
     What a caller may not use is to it as what there is not.
 
     Raises:
         StatusError: INVALID_ARGUMENT, NOT_FOUND, or DATA_LOSS when its manifest is damaged.
+        NotTakenIn: with `hold`, see `Router.resolve`.
     """
     try:
-        return resolve_for(identity, router, name)
+        return resolve_for(identity, router, name, hold)
     except InvalidModelName as error:
         raise invalid(field, str(error)) from None
     except UnknownModel as error:
@@ -431,15 +474,17 @@ def resolve(router: Router, name: str, field: str, identity: Identity) -> Varian
         raise damaged(name) from None
 
 
-def resolve_for(identity: Identity, router: Router, name: str) -> Variant | None:
+def resolve_for(
+    identity: Identity, router: Router, name: str, hold: Hold | None = None
+) -> Variant | None:
     """What a name means to a caller: what it may not use is to it as what there is not.
 
     Raises:
-        UnknownModel, VariantCorrupt: as `Router.resolve`.
+        UnknownModel, VariantCorrupt, NotTakenIn: as `Router.resolve`.
     """
     if not identity.may_use(name) and can_be_name(name):
         raise UnknownModel(name)
-    return router.resolve(name)
+    return router.resolve(name, hold)
 
 
 def damaged(name: str) -> StatusError:

@@ -145,6 +145,8 @@ def of_failure(kind: FailureKind, text: str, retry_after_s: float | None, name: 
             return failed_precondition("LOAD_FAILED", name, text)
         case "timed_out":
             return unavailable(text, retry_after_s)
+        case "not_taken_in":
+            return failed_precondition("NOT_TAKEN_IN", name, text)
         case "does_not_fit":
             return failed_precondition("DOES_NOT_FIT", name, text)
         case "corrupt":

@@ -64,6 +64,8 @@ _TABLE: dict[int, Meaning] = {
         (
             "`LOAD_FAILED`: the variant, its tokenizer or its chat template cannot be loaded",
             "`DOES_NOT_FIT`: it exceeds what the bank was built for when the server started",
+            "`NOT_TAKEN_IN`: the pool has no place for the adapter, and no member that it can be "
+            "merged into",
         ),
         "an operator repairs the variant, or starts a server that has room for it",
     ),
@@ -87,6 +89,7 @@ _TABLE: dict[int, Meaning] = {
             "the tenant has had the requests or tokens that it may",
             "no slot came free for the variant in the time allowed",
             "too many variants are pinned",
+            "the pool lacks the bytes of members that answer their last requests",
         ),
         "come back after `retry_delay`",
     ),
@@ -96,7 +99,7 @@ _TABLE: dict[int, Meaning] = {
         (
             "the server starts or stops",
             "the engine has died or does not answer",
-            "a load took too long",
+            "a load took too long, or another process changes the pool",
         ),
         "come back after `retry_delay`, here or elsewhere",
     ),

@@ -80,6 +80,9 @@ def list_variants(address: str, access: Access, *, as_json: bool) -> None:
 def _summary(completion: generate_pb2.Completion) -> str:
     model, timings = completion.model, completion.timings
     name = f"{model.name} version {model.version}" if model.version else model.name
+    if model.merged_of:
+        others = ", ".join(n for n in model.merged_of if n != model.name)
+        name = f"{model.name} by member {model.digest[:12]}" + (f" with {others}" if others else "")
     reason = generate_pb2.FinishReason.Name(completion.finish_reason)
     return (
         f"[{name}: {completion.usage.completion_tokens} tokens, "

@@ -20,6 +20,8 @@ from zen_jax.merge.pool_simulate import budget, orders, read_newcomer, read_newc
 from zen_jax.merge.pool_simulate import simulate as run_simulation
 
 _PLACES = 8
+# For a process that changes the pool: a server that deletes what was evicted, or takes one in.
+_BUSY_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ def add(
             f"{path} belongs to another base ({settings.base_digest[:12]}) than {store} "
             f"({digest[:12]})"
         )
-    change = folder.add(newcomer, _scorer(base, settings.merger.rank))
+    change = folder.add(newcomer, _scorer(base, settings.merger.rank), _BUSY_S)
     if as_json:
         console.print_json(dataclasses.asdict(change))
         return
@@ -97,7 +99,9 @@ def ls(path: Path, *, as_json: bool) -> None:
     if as_json:
         how = {"operation": merger.operation, "rank": merger.rank, "split": merger.opcm.split}
         limits = dataclasses.asdict(config) | how
-        console.print_json({"limits": limits, "used": pool.used, "members": rows})
+        leaving = [{"member": m.id, "bytes": m.bytes} for m in pool.leaving.values()]
+        figures = {"limits": limits, "used": pool.used, "members": rows, "leaving": leaving}
+        console.print_json(figures)
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("member")
@@ -106,9 +110,11 @@ def ls(path: Path, *, as_json: bool) -> None:
     for row in rows:
         table.add_row(row["member"][:12], f"{row['bytes']:,}", ", ".join(row["answers for"]))
     console.stdout().print(table)
+    gone = len(pool.leaving)
+    evicted = f" ({gone} evicted that still answer among them)" if gone else ""
     console.say(
-        f"{len(rows)} of {config.adapters} members, {pool.used:,} of {config.bytes:,} bytes; "
-        f"{config.policy}, {merger.operation} to rank {merger.rank}"
+        f"{len(rows)} of {config.adapters} members, {pool.used:,} of {config.bytes:,} bytes"
+        f"{evicted}; {config.policy}, {merger.operation} to rank {merger.rank}"
     )
 
 

@@ -22,12 +22,14 @@ def run(
     log_format: LogFormat = "text",
     pool: Path | None = None,
     budget: int | None = None,
+    adapters: Path | None = None,
 ) -> bool:
-    """Serves a store, or its base with a pool within a budget; returns whether every request that
-    was taken finished."""
-    if pool is None and budget is not None:
-        raise ValueError("--budget-bytes is for a pool; give --pool too")
-    store = Store(path) if pool is None else PoolStore(path, pool, budget)
+    """Serves a store, or its base with a pool within a budget that takes adapters in; returns
+    whether every request that was taken finished."""
+    for option, given in (("--budget-bytes", budget), ("--adapters", adapters)):
+        if pool is None and given is not None:
+            raise ValueError(f"{option} is for a pool; give --pool too")
+    store = Store(path) if pool is None else PoolStore(path, pool, budget, adapters)
     with logs_on_stderr(log_format), ExitStack() as bar:
         raise_limit()
         report = bar.enter_context(console.progress_bar("start"))

@@ -86,11 +86,11 @@ class Variant:
     Attributes:
       name: as users give it.
       version: counts up from 1.
-      digest: of its content; what caches are keyed by, never the name.
+      digest: of its content; what caches are keyed by, never the name. "" of an adapter that is not
+        in its pool yet.
       path: its folder.
       bytes: of host memory that its files, and what is made of them, take at most while it is read.
       merged: the adapters that it answers for, of a member of a pool.
-      source: what keeps its files there while anybody holds this, if something has to.
     """
 
     name: str
@@ -99,7 +99,6 @@ class Variant:
     path: Path
     bytes: int = dataclasses.field(default=0, compare=False)
     merged: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    source: object = dataclasses.field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.name}/{self.version}"

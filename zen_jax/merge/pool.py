@@ -31,7 +31,19 @@ Policy = Literal["kmerge", "kmerge++", "gated"]
 
 
 class PoolRefusal(ValueError):
-    """An adapter that the pool does not take; the pool is as it was."""
+    """An adapter that the pool does not take; the pool is as it was.
+
+    Attributes:
+        passing: whether nothing is lacking but bytes of members that answer their last requests.
+    """
+
+    def __init__(self, message: str, passing: bool = False) -> None:
+        super().__init__(message)
+        self.passing = passing
+
+
+class MemberGone(ValueError):
+    """A member that the pool has no more."""
 
 
 class NotInPool(ValueError):
@@ -216,6 +228,18 @@ class Pool:
         """All adapters that the pool answers for."""
         return [held.name for member in self.members.values() for held in member.holds]
 
+    def seen(self, now: Pool) -> Pool:
+        """The table as others have made it meanwhile, with the leases of this one.
+
+        Whoever is leased here and is a member there no more is leaving.
+        """
+        known = {**self.members, **self.leaving}
+        leases = {id: member.leases for id, member in known.items() if member.leases}
+        members = {id: replace(m, leases=leases.get(id, 0)) for id, m in now.members.items()}
+        gone = {id: known[id] for id in leases if id not in members}
+        leaving = {id: m for id, m in now.leaving.items() if id not in members} | gone
+        return replace(now, members=MappingProxyType(members), leaving=MappingProxyType(leaving))
+
     # ---- a change
 
     def arrive(self, arrival: Arrival) -> tuple[Pool, Wanted]:
@@ -260,11 +284,11 @@ class Pool:
     ) -> tuple[Pool, Wanted]:
         """The first option that the bytes allow; raises PoolRefusal when there is none."""
         free = self.config.bytes - replace(self, attempt=None).used - arrival.held.task_bytes
-        short = 0
+        short: list[int] = []
         for i, option in enumerate(options):
             size = arrival.bytes if isinstance(option, Keep) else arrival.merged[option.member]
             if size > free:
-                short = max(short, size - free)
+                short.append(size - free)
                 continue
             wanted: Wanted = option
             if isinstance(option, Try) and self.config.policy != "gated":
@@ -276,8 +300,11 @@ class Pool:
         if len(self.members) >= self.config.adapters:
             why.append(f"all {self.config.adapters} places are taken")
         if short:
-            why.append(f"{short} bytes are lacking of {self.config.bytes}")
-        raise PoolRefusal(f"{arrival.held.name} is not taken in: {'; '.join(why)}")
+            why.append(f"{max(short)} bytes are lacking of {self.config.bytes}")
+        answering = sum(member.bytes for member in self.leaving.values())
+        if passing := bool(short) and min(short) <= answering:
+            why.append(f"members that answer their last requests still have {answering}")
+        raise PoolRefusal(f"{arrival.held.name} is not taken in: {'; '.join(why)}", passing)
 
     def judged(self, ratio: float) -> tuple[Pool, Wanted]:
         """The gate's finding of the merge that is tried: the least share of a score that is kept.
@@ -310,9 +337,10 @@ class Pool:
             raise ValueError(
                 f"{id} has {bytes} bytes; {attempt.bytes - held.task_bytes} were reserved"
             )
-        if id in self.members or id in self.leaving:
+        if id in self.members:
             raise ValueError(f"{id} is a member already")
         members, leaving = dict(self.members), dict(self.leaving)
+        back = leaving.pop(id, None)  # the same content comes again while it still answers
         holds: tuple[Held, ...] = (held,)
         gone: tuple[Delete, ...] = ()
         if isinstance(attempt.now, Commit):
@@ -322,7 +350,7 @@ class Pool:
                 leaving[old.id] = old
             else:
                 gone = (Delete(old.id),)
-        members[id] = Member(id, bytes, holds)
+        members[id] = Member(id, bytes, holds, 0 if back is None else back.leases)
         table = Pool(self.config, MappingProxyType(members), MappingProxyType(leaving))
         return table, gone
 
@@ -337,10 +365,21 @@ class Pool:
 
         Raises NotInPool.
         """
-        member = self.find(name)
-        leased = replace(member, leases=member.leases + 1)
-        members = MappingProxyType({**self.members, member.id: leased})
-        return replace(self, members=members), leased
+        return self.lease(self.find(name).id)
+
+    def lease(self, id: str) -> tuple[Pool, Member]:
+        """A lease on a member that answers, or still does.
+
+        Raises MemberGone.
+        """
+        where = self.members if id in self.members else self.leaving
+        if id not in where:
+            raise MemberGone(f"the pool has no member {id}")
+        leased = replace(where[id], leases=where[id].leases + 1)
+        after = MappingProxyType({**where, id: leased})
+        if id in self.members:
+            return replace(self, members=after), leased
+        return replace(self, leaving=after), leased
 
     def release(self, id: str) -> tuple[Pool, tuple[Delete, ...]]:
         """A request on a member has ended; one that was evicted goes with its last.

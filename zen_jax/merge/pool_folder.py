@@ -2,8 +2,9 @@
 
 A member is one safetensors file, written and synced beside the others before the table names it,
 and the table is replaced in one step: whoever is killed leaves the pool as it was before or after.
-One process changes a pool at a time. A reader that has a member open keeps its bytes until it
-closes it, also when it is deleted meanwhile.
+One process changes a pool at a time. Who answers by a member holds a shared lock on its file, which
+the system takes back should he be killed: a member that is evicted meanwhile stays, named as
+leaving and its bytes counted, until nobody holds it.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +28,7 @@ from zen_jax.checkpoint.manifest import check_name
 from zen_jax.merge.lora import Adapter, Factors
 from zen_jax.merge.opcm import Opcm
 from zen_jax.merge.opcm_lora import Merge, Merger, Share
-from zen_jax.merge.pool import Delete, Held, Member, Pool, PoolConfig, PoolRefusal
+from zen_jax.merge.pool import Held, Member, Pool, PoolConfig, PoolRefusal
 from zen_jax.merge.pool_change import Change, Newcomer, Score, Tasks, take_in
 
 TABLE = "pool.json"
@@ -35,12 +37,45 @@ _FORMAT = 1
 _DTYPE = np.dtype(np.float32)
 # The table's bytes at most; while it is replaced there are two.
 _TABLE_BYTES = 64 * 2**10
+# How often somebody who waits for the lock looks, in seconds.
+_LOOK_S = 0.02
 # Of a member's file beside its factors: a line of the header a factor, and what says how it came.
 _HEADER, _LINE = 4096, 512
+_ABOUT = "merge"
 
 
 class PoolDamaged(ValueError):
     """A pool's folder that does not hold what its table says."""
+
+
+class PoolBusy(ValueError):
+    """Another process changes the pool."""
+
+
+class OpenMember:
+    """A member's file, not deleted before this is closed."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens it; raises FileNotFoundError, also where it is just being deleted."""
+        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if not os.fstat(self._handle).st_nlink:
+                raise FileNotFoundError(path)
+        except BlockingIOError:
+            os.close(self._handle)
+            raise FileNotFoundError(path) from None
+        except BaseException:
+            os.close(self._handle)
+            raise
+
+    def read(self) -> bytes:
+        """All of it."""
+        return os.pread(self._handle, os.fstat(self._handle).st_size, 0)
+
+    def close(self) -> None:
+        """Lets it go; once."""
+        os.close(self._handle)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,28 +143,47 @@ class PoolFolder:
                 raise ValueError("it does not match its own checksum")
             if fields["format"] != _FORMAT:
                 raise ValueError(f"it has format {fields['format']}; expected {_FORMAT}")
-            return _settings(fields), _table(fields)
+            return _settings(fields), self._still(_table(fields))
         except FileNotFoundError:
             raise PoolDamaged(f"{self.path} is no pool; `zen pool add` makes one") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PoolDamaged(f"{self.path / TABLE} cannot be read: {error}") from error
 
-    def add(self, newcomer: Newcomer, score: Score) -> Change:
+    def add(self, newcomer: Newcomer, score: Score, wait_s: float = 0.0) -> Change:
         """Takes an adapter in, or leaves the pool as it is.
+
+        Args:
+          newcomer: who.
+          score: M.
+          wait_s: for how long it waits for another process that changes the pool, in seconds.
 
         Raises:
           PoolRefusal: there is no place for it.
-          ValueError: it does not fit, or another process changes the pool; a name is refused.
+          PoolBusy: another process changes the pool.
+          ValueError: it does not fit; a name is refused.
         """
         check_name(newcomer.name)
-        with self._changing():
+        with self._changing(wait_s):
             settings, pool = self.read()
             merger = settings.merger
             after, change, gone = take_in(pool, self, merger, score, newcomer, _DTYPE)
             if after is not pool:
-                self._write_table(settings, after)
-                self._delete(gone)
+                # Named until they are deleted: somebody may have opened one meanwhile.
+                going = {d.member: pool.members[d.member] for d in gone}
+                leaving = MappingProxyType({**after.leaving, **going})
+                self._write_table(settings, dataclasses.replace(after, leaving=leaving))
+                for id in going:
+                    _delete_unless_held(self.member_path(id))
             return change
+
+    def sweep(self, wait_s: float) -> None:
+        """Deletes what was evicted and is held by nobody any more.
+
+        Raises:
+          PoolBusy: another process changes the pool, for longer than may be waited.
+        """
+        with self._changing(wait_s):
+            pass  # it is the first thing that whoever changes the pool does
 
     def verify(self) -> list[str]:
         """What is damaged, one line each: every member's and task's bytes are read."""
@@ -171,7 +225,10 @@ class PoolFolder:
     def put(self, merge: Merge, name: str, tasks: bytes) -> tuple[str, int]:
         """Writes a member and tasks; they do not count before the table names them."""
         id, data = render_member(merge)
-        _write(self.member_path(id), data)
+        path = self.member_path(id)
+        # One that still answers its last requests may come again: it is the same file.
+        if not path.exists() or path.read_bytes() != data:
+            _write(path, data)
         _write(self.path / _TASKS / f"{name}.json", tasks)
         return id, len(data)
 
@@ -190,17 +247,23 @@ class PoolFolder:
             )
         _write(self.path / TABLE, data)
 
+    def _still(self, pool: Pool) -> Pool:
+        """A table without those who have left since it was written."""
+        left = {id: m for id, m in pool.leaving.items() if self.member_path(id).exists()}
+        return dataclasses.replace(pool, leaving=MappingProxyType(left))
+
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _changing(self, wait_s: float = 0.0) -> Iterator[None]:
         """Holds the pool's lock; sweeps what a dead process left, and what failed here."""
         if not (self.path / TABLE).exists():
             raise PoolDamaged(f"{self.path} is no pool; `zen pool add` makes one")
         handle = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"{self.path} is being changed by another process") from None
+            until = time.monotonic() + wait_s
+            while not _locked(handle):
+                if time.monotonic() >= until:
+                    raise PoolBusy(f"{self.path} is being changed by another process; try again")
+                time.sleep(_LOOK_S)
             self._sweep()
             try:
                 yield
@@ -218,11 +281,27 @@ class PoolFolder:
             for path in folder.iterdir():
                 stray = folder != self.path or path.name.endswith(_PART)
                 if stray and path not in kept and path.is_file():
-                    path.unlink()
+                    _delete_unless_held(path)
 
-    def _delete(self, gone: tuple[Delete, ...]) -> None:
-        for delete in gone:
-            self.member_path(delete.member).unlink(missing_ok=True)
+
+def _locked(handle: int) -> bool:
+    """Whether the exclusive lock on a file could be taken at once."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _delete_unless_held(path: Path) -> None:
+    """Deletes a file that no `OpenMember` holds; whoever opens it now finds it gone."""
+    with contextlib.suppress(FileNotFoundError):
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if _locked(handle):
+                path.unlink()
+        finally:
+            os.close(handle)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -258,7 +337,8 @@ def render_member(merge: Merge) -> tuple[str, bytes]:
     for name, factors in sorted(merge.adapter.items()):
         tensors |= {f"{name}.a": factors.a, f"{name}.b": factors.b}
     shares = {name: [s.factor, s.length] for name, s in sorted(merge.shares.items())}
-    about = {"count": str(merge.count), "shares": json.dumps(shares)}
+    # One entry: safetensors writes several in any order, and equal members are to have equal ids.
+    about = {_ABOUT: json.dumps({"count": merge.count, "shares": shares})}
     data = save({n: np.ascontiguousarray(t, _DTYPE) for n, t in tensors.items()}, about)
     return _digest(data), data
 
@@ -274,10 +354,15 @@ def parse_member(data: bytes, id: str) -> Merge:
     try:
         tensors = load(data)
         header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])["__metadata__"]
-        shares = {n: Share(*map(float, s)) for n, s in json.loads(header["shares"]).items()}
+        # Pools that were made before have two entries.
+        if _ABOUT in header:
+            about = json.loads(header[_ABOUT])
+        else:
+            about = {name: json.loads(header[name]) for name in ("count", "shares")}
+        shares = {n: Share(*map(float, s)) for n, s in about["shares"].items()}
         names = sorted({name[:-2] for name in tensors})
         adapter = {n: Factors(tensors[f"{n}.a"], tensors[f"{n}.b"]) for n in names}
-        return Merge(adapter, int(header["count"]), shares)
+        return Merge(adapter, int(about["count"]), shares)
     except (SafetensorError, KeyError, ValueError, struct.error) as error:
         raise PoolDamaged(f"{id} is no member of a pool: {error}") from error
 
@@ -300,6 +385,7 @@ def _fields(settings: PoolSettings, pool: Pool) -> dict[str, Any]:
         "config": dataclasses.asdict(settings.config),
         "merger": dataclasses.asdict(settings.merger),
         "members": members,
+        "leaving": [{"id": m.id, "bytes": m.bytes} for m in pool.leaving.values()],
     }
 
 
@@ -318,4 +404,6 @@ def _table(fields: Mapping[str, Any]) -> Pool:
         m["id"]: Member(m["id"], m["bytes"], tuple(Held(**held) for held in m["holds"]))
         for m in fields["members"]
     }
-    return Pool(PoolConfig(**fields["config"]), MappingProxyType(members))
+    leaving = {m["id"]: Member(m["id"], m["bytes"], ()) for m in fields.get("leaving", ())}
+    config = PoolConfig(**fields["config"])
+    return Pool(config, MappingProxyType(members), MappingProxyType(leaving))

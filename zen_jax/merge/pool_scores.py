@@ -1,8 +1,7 @@
 """M of an adapter: its score on tasks, with the base and the factors bound together."""
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -22,7 +21,7 @@ def padded(factors: Factors, rank: int) -> tuple[np.ndarray, np.ndarray]:
     return np.pad(a, ((0, max(more, 0)), (0, 0))), np.pad(b, ((0, 0), (0, max(more, 0))))
 
 
-def deltas_of(config: ModelConfig, names: Mapping[str, Any], adapter: Adapter, rank: int) -> Params:
+def deltas_of(config: ModelConfig, names: Collection[str], adapter: Adapter, rank: int) -> Params:
     """An adapter as a tree of `WeightDelta` in the shape of ``Params``.
 
     Args:
@@ -54,8 +53,19 @@ def scorer(config: ModelConfig, base: Mapping[str, np.ndarray], rank: int) -> Sc
       base: its Hugging Face tensors, as stored.
       rank: of a merge at most.
     """
-    params = fuse(config, dict(base))
-    top = functools.partial(deltas_of, config, base)
+    return scorer_of(config, fuse(config, dict(base)), base, rank)
+
+
+def scorer_of(config: ModelConfig, params: Params, names: Collection[str], rank: int) -> Score:
+    """M of adapters of a base that is in memory already; no weight of it is copied.
+
+    Args:
+      config: its architecture.
+      params: its arrays, on one device.
+      names: of its Hugging Face tensors.
+      rank: of a merge at most.
+    """
+    top = functools.partial(deltas_of, config, names)
 
     def score(adapter: Adapter, tasks: Tasks) -> float:
         most = max([rank, *(factors.rank for factors in adapter.values())])
@@ -63,6 +73,12 @@ def scorer(config: ModelConfig, base: Mapping[str, np.ndarray], rank: int) -> Sc
         if tasks.metric == "text":
             windows = np.asarray(tasks.examples, np.int32)
             return 2 ** -evaluate.bits_per_byte(config, bound, windows)
-        return evaluate.exact_match(config, bound, tasks.examples, batch=64)
+        return evaluate.exact_match(config, bound, tasks.examples, _rows(config, tasks))
 
     return score
+
+
+def _rows(config: ModelConfig, tasks: Tasks) -> int:
+    """Of a forward pass: 64, or fewer where their logits would pass 128 MB."""
+    longest = max(1 + len(prompt) + len(answer) for prompt, answer in tasks.examples)
+    return max(1, min(64, 2**27 // (4 * config.vocab_size * longest)))

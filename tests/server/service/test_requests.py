@@ -14,7 +14,7 @@ from server.auth import ANYBODY, Identity, Right, answering
 from server.incoming import Limits
 from server.records import CallRecord
 from server.requests import TokenEvent
-from server.router import Router
+from server.router import Hold, Router
 from server.service import GenerateService
 from server.status import StatusError
 from zen.v1 import generate_pb2 as pb
@@ -272,7 +272,9 @@ async def test_calls_that_wait_to_be_tokenized_take_no_turn_once_they_are_over(
 def test_a_deadline_that_has_passed_ends_the_preparation(worker, parts):
     service = GenerateService(router=Router(parts.store()), tokenizers=parts.find_tokenizer)
     with pytest.raises(StatusError, match="deadline"):
-        service._prepare(ask(), time.monotonic() - 1, parts.limits, 8, ANYBODY, CallRecord("x"))
+        service._prepare(
+            ask(), time.monotonic() - 1, parts.limits, 8, ANYBODY, CallRecord("x"), Hold(), 0.0
+        )
 
 
 async def test_a_requests_id_is_its_own_while_it_runs(served, worker, parts):

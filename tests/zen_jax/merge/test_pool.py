@@ -14,6 +14,7 @@ from zen_jax.merge.pool import (
     Delete,
     Held,
     Keep,
+    MemberGone,
     NotInPool,
     Pool,
     PoolConfig,
@@ -175,6 +176,53 @@ def test_one_in_use_goes_with_its_last_request() -> None:
     assert pool.used == 100
     with pytest.raises(ValueError, match="nobody has a lease on m0"):
         pool.release("m0")
+
+
+def test_bytes_of_those_that_still_answer_are_lacking_for_a_while_only() -> None:
+    pool = with_members(config("kmerge++", 2, 350, threshold=0.5), 1)
+    pool, _ = pool.request("a0")
+    pool, _ = pool.arrive(arrival("x", pool, [0.9]))
+    pool, _ = pool.committed("m1", 100)
+    for size, passing in ((151, True), (250, True), (251, False)):
+        with pytest.raises(PoolRefusal, match="are lacking of 350") as caught:
+            pool.arrive(arrival("y", pool, [0.0], size=size))
+        assert caught.value.passing is passing
+    pool, _ = pool.release("m0")
+    assert pool.arrive(arrival("y", pool, [0.0], size=250))[1] == Keep()
+
+
+def test_leases_stay_when_another_process_has_changed_the_table() -> None:
+    mine = with_members(config("kmerge", 2), 2)
+    mine, _ = mine.request("a0")
+    mine, _ = mine.request("a1")
+    theirs = with_members(config("kmerge", 2), 2)
+    theirs, _ = theirs.arrive(arrival("x", theirs, [0.9, 0.1]))
+    theirs, _ = theirs.committed("m2", 100)
+    pool = mine.seen(theirs)
+    assert {id: m.leases for id, m in pool.members.items()} == {"m1": 1, "m2": 0}
+    assert {id: m.leases for id, m in pool.leaving.items()} == {"m0": 1}
+    assert pool.used == 300
+    pool, again = pool.lease("m0")
+    assert again.leases == 2
+    with pytest.raises(MemberGone, match="m9"):
+        pool.lease("m9")
+    pool, gone = pool.release("m0")
+    assert gone == ()
+    assert pool.seen(theirs).leaving["m0"].leases == 1
+    pool, gone = pool.release("m0")
+    assert gone == (Delete("m0"),)
+    assert not pool.seen(theirs).leaving
+
+
+def test_content_that_comes_again_has_its_leases_still() -> None:
+    pool = with_members(config("kmerge++", 3, threshold=0.5), 1)
+    pool, _ = pool.request("a0")
+    pool, _ = pool.arrive(arrival("x", pool, [0.9]))
+    pool, _ = pool.committed("m1", 100)
+    pool, _ = pool.arrive(arrival("y", pool, [0.0]))
+    pool, gone = pool.committed("m0", 100)
+    assert (gone, dict(pool.leaving), pool.members["m0"].leases) == ((), {}, 1)
+    assert pool.release("m0")[1] == ()
 
 
 def test_calls_out_of_turn_are_named() -> None:

@@ -1,24 +1,37 @@
 """Pools on disk: whole before or after, within their budget at every write, of bounded memory."""
 
 import dataclasses
+import hashlib
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 from zen_jax.merge import lora, pool_folder
 from zen_jax.merge.lora import Adapter, Factors
-from zen_jax.merge.opcm_lora import Merger
+from zen_jax.merge.opcm_lora import Merge, Merger, Share
 from zen_jax.merge.pool import PoolConfig, PoolRefusal
 from zen_jax.merge.pool_change import Newcomer, Tasks
-from zen_jax.merge.pool_folder import PoolDamaged, PoolFolder, PoolSettings, member_bytes
+from zen_jax.merge.pool_folder import (
+    OpenMember,
+    PoolBusy,
+    PoolDamaged,
+    PoolFolder,
+    PoolSettings,
+    member_bytes,
+    parse_member,
+    render_member,
+)
 
 TASKS = b'{"metric": "exact", "examples": [[[1, 2], [3]]]}'
 SHAPE, RANK = (24, 32), 4
@@ -80,6 +93,18 @@ def test_adapters_come_and_are_merged(tmp_path: Path) -> None:
     before = state(pool.path)
     assert pool.add(newcomer(2), likes_all).what == "there"
     assert state(pool.path) == before
+
+
+def test_equal_members_have_equal_ids_and_old_ones_are_read(tmp_path: Path) -> None:
+    merge = Merge(adapter(0), 3, {"q": Share(0.5, 2.0), "v": Share(0.25, 1.0)})
+    made = {render_member(merge) for _ in range(20)}
+    assert len(made) == 1
+    ((id, data),) = made
+    assert parse_member(data, id).shares == merge.shares
+    shares = json.dumps({name: [s.factor, s.length] for name, s in merge.shares.items()})
+    old = save(load(data), {"count": "3", "shares": shares})
+    found = parse_member(old, hashlib.sha256(old).hexdigest())
+    assert (found.count, found.shares) == (3, merge.shares)
 
 
 def test_a_merge_that_fails_its_gate_leaves_every_byte(tmp_path: Path) -> None:
@@ -252,6 +277,113 @@ def test_one_process_changes_a_pool_at_a_time(tmp_path: Path) -> None:
     pool = PoolFolder.create(tmp_path / "pool", settings())
     with pool._changing(), pytest.raises(ValueError, match="by another process"):
         pool.add(newcomer(0), likes_all)
+
+
+def test_another_process_is_waited_for(tmp_path: Path) -> None:
+    pool = PoolFolder.create(tmp_path / "pool", settings())
+    with pool._changing(), pytest.raises(PoolBusy):
+        pool.add(newcomer(0), likes_all, wait_s=0.05)
+    began = threading.Event()
+
+    def change() -> None:
+        with pool._changing():
+            began.set()
+            time.sleep(0.2)  # the addition below has to be waiting by then
+
+    other = threading.Thread(target=change)
+    other.start()
+    assert began.wait(5)
+    assert pool.add(newcomer(0), likes_all, wait_s=5).what == "kept"
+    other.join()
+
+
+def bytes_of(pool: PoolFolder) -> int:
+    return sum(file.stat().st_size for file in (pool.path / "members").iterdir())
+
+
+def test_a_member_that_is_held_stays_and_counts_until_it_is_let_go(tmp_path: Path) -> None:
+    """Held by whom does not matter: the lock is the system's. With B one byte short of it, what
+    would fit without it does not, and comes in after it."""
+    one, task = member_bytes(adapter(0), RANK), len(TASKS)
+    room = settings().config.table_bytes
+    wide = PoolFolder.create(tmp_path / "wide", settings(2, 2**22))
+    for i in range(3):
+        replaced = {m.id: m.bytes for m in wide.read()[1].members.values()}
+        wide.add(newcomer(i), likes_all)
+    after = wide.read()[1]
+    (lost,) = (size for id, size in replaced.items() if id not in after.members)
+    limit = after.used + lost + one + task - 1
+    pool = PoolFolder.create(tmp_path / "pool", settings(2, limit))
+    for i in range(2):
+        pool.add(newcomer(i), likes_all)
+    held = {m.id: OpenMember(pool.member_path(m.id)) for m in pool.read()[1].members.values()}
+    merged = pool.add(newcomer(2), likes_all)
+    (gone,) = pool.read()[1].leaving
+    table = pool.read()[1]
+    assert merged.what == "merged" and len(table.members) == 2
+    assert table.used == room + bytes_of(pool) + 3 * task
+    assert parse_member(held[gone].read(), gone).count == 1
+    before = state(pool.path)
+    with pytest.raises(PoolRefusal, match="1 bytes are lacking.*their last requests") as caught:
+        pool.add(newcomer(3), likes_all)
+    assert caught.value.passing
+    assert state(pool.path) == before
+    pool.sweep(0)
+    assert state(pool.path) == before  # it is held still
+    held[gone].close()
+    pool.sweep(0)
+    assert not pool.read()[1].leaving
+    assert bytes_of(pool) == sum(m.bytes for m in pool.read()[1].members.values())
+    assert pool.add(newcomer(3), likes_all).what == "merged"
+    with pytest.raises(FileNotFoundError):
+        OpenMember(pool.member_path(gone))
+    for id, member in held.items():
+        if id != gone:
+            member.close()
+
+
+def test_one_that_is_opened_just_before_it_is_deleted_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the new table and the deletion of what it replaces."""
+    pool = PoolFolder.create(tmp_path / "pool", settings(1, 2**22))
+    old = pool.add(newcomer(0), likes_all).member
+    opened: list[OpenMember] = []
+    write = PoolFolder._write_table
+
+    def then_open(*given) -> None:
+        write(*given)
+        opened.append(OpenMember(pool.member_path(old)))
+
+    monkeypatch.setattr(PoolFolder, "_write_table", then_open)
+    pool.add(newcomer(1), likes_all)
+    assert list(pool.read()[1].leaving) == [old]
+    assert opened[0].read()
+    opened[0].close()
+    pool.sweep(0)
+    assert not pool.read()[1].leaving
+    assert not pool.member_path(old).exists()
+
+
+def test_content_that_comes_again_while_it_answers_is_the_same_file(tmp_path: Path) -> None:
+    pool = PoolFolder.create(tmp_path / "pool", settings(2, 2**22, policy="kmerge"))
+    first = pool.add(newcomer(0), likes_all).member
+    pool.add(newcomer(1), likes_all)
+    held = OpenMember(pool.member_path(first))
+    near = {n: Factors(f.a * np.float32(1.001), f.b) for n, f in adapter(0).items()}
+    pool.add(Newcomer("near", near, TASKS), likes_all)
+    assert list(pool.read()[1].leaving) == [first]
+    settled, table = pool.read()
+    wide = dataclasses.replace(settled.config, adapters=3)
+    pool._write_table(dataclasses.replace(settled, config=wide), table)
+    inode = pool.member_path(first).stat().st_ino
+    again = pool.add(dataclasses.replace(newcomer(0), name="again"), likes_all)
+    assert (again.what, again.member) == ("kept", first)
+    assert pool.member_path(first).stat().st_ino == inode
+    held.close()
+    pool.sweep(0)
+    assert pool.verify() == []
+    assert pool.read()[1].find("again").id == first
 
 
 @pytest.mark.parametrize("what", ["table", "member", "cut", "none"])

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from server import cli
 from server.app import running
 from server.client import AsyncZenClient, ZenError
 from server.serve_options import ServeOptions
-from zen_jax.checkpoint.peft import open_adapter, read_factors, write_adapter
+from zen_jax.checkpoint.manifest import VariantCorrupt
+from zen_jax.checkpoint.peft import open_adapter, read_factors
 from zen_jax.checkpoint.store import Store
 from zen_jax.config import ModelConfig
 from zen_jax.layout import fuse
@@ -24,37 +24,6 @@ from zen_jax.tokenizer import Tokenizer
 pytestmark = pytest.mark.usefixtures("compiled")
 
 MEAN = ("--budget-bytes", "1MiB", "--operation", "mean_delta", "--split", "doc")
-TASKS = {"metric": "text", "examples": [[1, 5, 9, 7, 3], [1, 8, 8, 2, 4]]}
-
-
-@pytest.fixture(scope="module")
-def adapters(tiny_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three adapters of the tiny base: b is almost a, c is another."""
-    root = tmp_path_factory.mktemp("adapters")
-    shapes = {n: t.shape for n, t in load_file(tiny_folders["base"] / "model.safetensors").items()}
-    name = "model.layers.0.self_attn.q_proj.weight"
-    rows, size = shapes[name]
-    rng = np.random.default_rng(0)
-    first = rng.normal(0, 0.05, (2, size)), rng.normal(0, 0.05, (rows, 2))
-    other = rng.normal(0, 0.05, (2, size)), rng.normal(0, 0.05, (rows, 2))
-    nearly = first[0] + rng.normal(0, 0.001, (2, size)), first[1]
-    for key, (a, b) in {"a": first, "b": nearly, "c": other}.items():
-        pair = a.astype(np.float32), b.astype(np.float32)
-        more = {"tasks.json": json.dumps(TASKS).encode()}
-        write_adapter(root / key, {name: pair}, rank=2, alpha=2.0, more=more)
-    return root
-
-
-@pytest.fixture
-def zen(capsys: pytest.CaptureFixture[str]):
-    """Runs `zen pool`: (status, stdout, stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        status = cli.run(["pool", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 def test_a_pool_from_first_to_last(zen, adapters, tiny_store, tmp_path):
@@ -110,7 +79,7 @@ def test_a_simulation(zen, adapters, tiny_store):
 
 
 async def test_each_adapter_is_answered_by_the_merge_that_holds_it(
-    zen, adapters, tiny_store, tmp_path
+    zen, adapters, tiny_store, tmp_path, eventually
 ):
     """Also one that is merged away while it answers: its file stays until the last token."""
     path, store = tmp_path / "pool", ("--store", tiny_store)
@@ -124,12 +93,17 @@ async def test_each_adapter_is_answered_by_the_merge_that_holds_it(
             before = await client.generate("a", "table", **sampling)
             other = await client.generate("c", "table", **sampling)
             base = await client.generate("base", "table", **sampling)
-            leaving = held.variant("a")
+            leaving, release = held.leased("a")
             gone = PoolFolder(path).member_path(leaving.digest)
             assert zen("add", path, adapters / "b", *store)[0] == 0
-            assert not gone.exists()
+            assert "(1 evicted that still answer" in zen("ls", path)[1]
             _, data = held.read_member(leaving)
             assert parse_member(data, leaving.digest).count == 1
+            release()
+            eventually(lambda: not gone.exists())
+            assert "evicted" not in zen("ls", path)[1]
+            with pytest.raises(VariantCorrupt, match="was evicted"):
+                held.read_member(leaving)
             a, b = [await client.generate(name, "table", **sampling) for name in "ab"]
             assert a.completion.model.name == "a"
             assert list(a.completion.model.merged_of) == ["a", "b"]
