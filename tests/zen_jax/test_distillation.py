@@ -15,9 +15,10 @@ import zen_jax
 from server.cli import run
 from zen_jax import distillation
 from zen_jax.checkpoint.store import Store
-from zen_jax.distillation import Distilling, Trains, distill
+from zen_jax.distillation import Distilling, Trains, distill, read_samples
 from zen_jax.model import make_forward
 from zen_jax.sampling import SamplingParams
+from zen_jax.tokenizer import Tokenizer
 
 SMALL = Distilling(samples=24, length=32, rows=4, steps=6)
 
@@ -66,6 +67,17 @@ def test_a_better_version_is_published(
     # What is published is what was measured: begun with again, its KL is the first one's last.
     again = distill(tuned, store, "tiny-a", [text], SMALL)
     assert again.before == pytest.approx(done.after, rel=1e-4)
+
+
+def test_what_is_compared_on_is_not_learnt(tiny_folders: dict[str, Path], text: Path) -> None:
+    tokenizer = Tokenizer.from_folder(tiny_folders["base"])
+    how = Distilling(samples=45, length=32)
+    parts = read_samples([text], tokenizer, how)
+    learnt, held = ({row.tobytes() for row in part.tokens} for part in parts)
+    assert (len(learnt), len(held)) == (41, 4) and not learnt & held
+    whole = tokenizer.encode(text.read_text())
+    assert parts[1].tokens[0].tolist() == whole[:33]  # spread over all of it
+    assert all(part.counted.shape == (len(part.tokens), 32) for part in parts)
 
 
 def test_what_is_not_better_is_not_published(

@@ -75,6 +75,11 @@ def test_in_the_end_no_single_sign_is_better_turned() -> None:
     assert change.min() > -1e-6 * np.abs(change).max()
 
 
+def test_inputs_that_no_text_showed_count_a_little() -> None:
+    second = np.diag(np.array([4.0, 0.0, 2.0], np.float32))
+    np.testing.assert_allclose(damped(second), np.diag([4.02, 0.02, 2.02]), rtol=1e-5)
+
+
 def test_what_will_not_do_is_named() -> None:
     delta, second = _case(5)
     start, _ = compress_tensor(np.zeros_like(delta), delta)
