@@ -178,8 +178,9 @@ def test_mixed_levels_are_served_as_they_are(
         ids = [*member.tokenizer.encode("table"), *given.token_ids]
         own = jax.nn.log_softmax(forward(member.materialise(), np.asarray([ids])))[0]
         for place, told in enumerate(reversed(given.logprobs), 2):
-            # A decode step reads signs by 8-bit tables on the CPU, and these deltas are large.
-            assert told.logprob == pytest.approx(float(own[-place, ids[1 - place]]), abs=0.1)
+            # A decode step reads signs by 8-bit tables on the CPU: with plain variants of one level
+            # it is off by 0.02 here, of the 7 nats by which these deltas change the base's answer.
+            assert told.logprob == pytest.approx(float(own[-place, ids[1 - place]]), abs=0.05)
 
 
 @pytest.mark.parametrize("last", ["gains", "layers", "held-out text"])

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     real = commands.add_parser("smollm2", parents=[own], help="fine-tunes of SmolLM2-135M")
     base = build / "format-study" / "smollm2" / "base"
     real.add_argument("--base", type=Path, default=base, help="in bfloat16; its folder")
-    real.add_argument("--steps", type=int, default=20, help="of fine-tuning; 60 is all")
+    real.add_argument("--steps", type=int, default=60, help="of fine-tuning; 60 is all")
     commands.add_parser("report", help="write tables and plot again")
     return parser
 
