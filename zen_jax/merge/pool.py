@@ -296,7 +296,7 @@ class Pool:
             reserved = size + arrival.held.task_bytes
             attempt = Attempt(arrival, wanted, options[i + 1 :], found, reserved)
             return replace(self, attempt=attempt), wanted
-        why = [f"the merge into {id} keeps {ratio:.2f} of a task" for id, ratio in found]
+        why = [f"the merge into {id[:12]} keeps {ratio:.2f} of a task" for id, ratio in found]
         if len(self.members) >= self.config.adapters:
             why.append(f"all {self.config.adapters} places are taken")
         if short:
