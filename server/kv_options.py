@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGTPE]i?)?B?", re.IGNORECASE)
+_MOST = 2.0**63
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 
 
@@ -20,7 +21,10 @@ def byte_count(text: str) -> int:
     if found is None:
         raise ValueError(f"{text!r} is no size; expected one as 512MiB, 2GB or 1000000")
     unit = (found[2] or "").upper()
-    return int(float(found[1]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit[:1]])
+    size = float(found[1]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit[:1]]
+    if size >= _MOST:
+        raise ValueError(f"{text[:40]!r} is more than any machine has; expected less than 8 EiB")
+    return int(size)
 
 
 class Kind(StrEnum):

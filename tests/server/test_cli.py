@@ -397,6 +397,9 @@ def test_sizes_are_read_as_people_write_them(text: str, bytes_: int):
     for wrong in ("", "-1", "1 ZB", "MiB", "1,5GB", "nan"):
         with pytest.raises(ValueError, match="is no size; expected one as 512MiB"):
             kv_options.byte_count(wrong)
+    for huge in ("9" * 400, "8 EiB"):
+        with pytest.raises(ValueError, match="more than any machine has"):
+            kv_options.byte_count(huge)
 
 
 def test_prompts_are_answered_without_a_server(zen, tiny_store):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
+from reprlib import repr as shortened
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -58,14 +59,32 @@ class Tasks:
             if metric not in _METRICS or not examples:
                 raise ValueError(f"metric is {metric!r} with {len(examples)} examples")
             if metric == "text":
-                return cls(metric, tuple(tuple(map(int, window)) for window in examples))
-            pairs = tuple((tuple(map(int, p)), tuple(map(int, a))) for p, a in examples)
-        except (ValueError, TypeError, KeyError) as error:
+                windows = tuple(_ids(window, 2) for window in examples)
+                if len({len(window) for window in windows}) > 1:
+                    raise ValueError("the windows are not all of one length")
+                return cls(metric, windows)
+            pairs = tuple((_ids(prompt, 1), _ids(answer, 1)) for prompt, answer in examples)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(
                 f"tasks cannot be read ({error}); expected a metric, {' or '.join(_METRICS)}, and "
                 "examples of token ids"
             ) from error
         return cls(metric, pairs)
+
+    @property
+    def largest(self) -> int:
+        """Of all token ids."""
+        if self.metric == "text":
+            return max(map(max, self.examples))
+        return max(max(*prompt, *answer) for prompt, answer in self.examples)
+
+
+def _ids(given: Any, least: int) -> tuple[int, ...]:
+    """Token ids as JSON has them, so many at least."""
+    sound = isinstance(given, list) and all(type(i) is int and 0 <= i < 2**31 for i in given)
+    if not sound or len(given) < least:
+        raise ValueError(f"{shortened(given)} is no list of {least} or more token ids")
+    return tuple(given)
 
 
 # M of an adapter on tasks; more is better.

@@ -68,6 +68,10 @@ def scorer_of(config: ModelConfig, params: Params, names: Collection[str], rank:
     top = functools.partial(deltas_of, config, names)
 
     def score(adapter: Adapter, tasks: Tasks) -> float:
+        if tasks.largest >= config.vocab_size:
+            raise ValueError(
+                f"tasks have the token id {tasks.largest}; the base has {config.vocab_size}"
+            )
         most = max([rank, *(factors.rank for factors in adapter.values())])
         bound = bind(params, top(adapter, most))
         if tasks.metric == "text":
