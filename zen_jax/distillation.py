@@ -150,7 +150,7 @@ def distill(
     if not any(entry.policy == "bit" for entry in manifest.tensors.values()):
         raise ValueError(f"{variant} keeps no matrix as signs; there is nothing to distil")
     tokenizer = Tokenizer.from_folder(target.tokenizer_folder(variant))
-    train, held = read_samples(texts, tokenizer, how)
+    train, held = read_samples(texts, tokenizer, how, source.config.max_position)
     sides = _sides(source, target, variant, manifest)
     options = dataclasses.asdict(how) | {"variant": manifest.digest, "text": _digest(train, held)}
     key = work_key(source, target.base().digest, {"distil": options})
@@ -262,13 +262,22 @@ def _spend(
 
 
 def read_samples(
-    texts: Sequence[Path], tokenizer: Tokenizer, how: Distilling
+    texts: Sequence[Path], tokenizer: Tokenizer, how: Distilling, positions: int
 ) -> tuple[Samples, Samples]:
     """Windows of texts to learn from and, spread evenly among them, to compare on.
 
+    Args:
+      texts: UTF-8 files.
+      tokenizer: the variant's.
+      how: says how long windows are, and how many.
+      positions: of the model.
+
     Raises:
-      ValueError: a text is no UTF-8, or all are too short together.
+      ValueError: a text is no UTF-8, all are too short together, or a window has more tokens than
+        the model has positions.
     """
+    if how.length > positions:
+        raise ValueError(f"--length is {how.length}; the model has {positions} positions")
     stream: list[int] = []
     end = sorted(tokenizer.eos_ids)[:1]
     for path in texts:

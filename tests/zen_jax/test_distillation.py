@@ -72,9 +72,11 @@ def test_a_better_version_is_published(
 def test_what_is_compared_on_is_not_learnt(tiny_folders: dict[str, Path], text: Path) -> None:
     tokenizer = Tokenizer.from_folder(tiny_folders["base"])
     how = Distilling(samples=45, length=32)
-    parts = read_samples([text], tokenizer, how)
+    parts = read_samples([text], tokenizer, how, 32)
     learnt, held = ({row.tobytes() for row in part.tokens} for part in parts)
     assert (len(learnt), len(held)) == (41, 4) and not learnt & held
+    with pytest.raises(ValueError, match="expected at least 32001, for 8 windows of 4000"):
+        read_samples([text], tokenizer, dataclasses.replace(how, length=4000), 4000)
     whole = tokenizer.encode(text.read_text())
     assert parts[1].tokens[0].tolist() == whole[:33]  # spread over all of it
     assert all(part.counted.shape == (len(part.tokens), 32) for part in parts)
@@ -259,7 +261,7 @@ def test_the_command(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (["--samples", "8", "--length", "4000"], "expected at least 32001"),
+        (["--samples", "8", "--length", "257"], "--length is 257; the model has 256 positions"),
         (["--fit", "none", "--train", "none"], "nothing to do"),
         (["--rate", "nan"], "rate is nan"),
         (["--text", "absent.txt"], "absent.txt"),

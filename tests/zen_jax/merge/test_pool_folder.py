@@ -90,6 +90,12 @@ def test_adapters_come_and_are_merged(tmp_path: Path) -> None:
     assert pool.load(change.member).adapter["q"].rank == RANK
     assert len(list((tmp_path / "pool" / "members").iterdir())) == 2
     assert pool.verify() == []
+    # A damaged file of a member that comes again is written anew.
+    path = pool.member_path(change.member)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"?")
+    assert pool.put(pool_folder.parse_member(whole, change.member), "a2", TASKS)[0] == change.member
+    assert path.read_bytes() == whole
     before = state(pool.path)
     assert pool.add(newcomer(2), likes_all).what == "there"
     assert state(pool.path) == before

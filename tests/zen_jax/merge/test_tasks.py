@@ -3,9 +3,13 @@
 import json
 from typing import Any
 
+import jax
 import pytest
 
+from zen_jax.config import ModelConfig
 from zen_jax.merge.pool_change import Tasks
+from zen_jax.merge.pool_scores import scorer_of
+from zen_jax.model import init_params
 
 
 def test_tasks_are_read() -> None:
@@ -47,3 +51,10 @@ def test_what_is_no_window_is_refused(windows: Any) -> None:
 def test_what_is_no_file_of_tasks_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="tasks cannot be read"):
         Tasks.parse(data)
+
+
+def test_a_token_that_the_base_lacks_is_refused() -> None:
+    config = ModelConfig(16, 8, 8, 1, 2, 2, 4, 16)
+    score = scorer_of(config, init_params(config, jax.random.key(0)), (), 1)
+    with pytest.raises(ValueError, match="token id 16; the base has 16"):
+        score({}, Tasks("exact", (((1,), (16,)),)))
