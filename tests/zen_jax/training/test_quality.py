@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 
 from zen_jax.config import ModelConfig
+from zen_jax.delta.distill_layers import Samples
+from zen_jax.evaluation.sheet import Sheet
+from zen_jax.layout import unfuse
 from zen_jax.model import init_params, make_forward
+from zen_jax.training.format_study.formats import FORMATS
+from zen_jax.training.format_study.study import Results, Subject
 from zen_jax.training.quality import report
 from zen_jax.training.quality.asides import eight_bits, prompt_only
 from zen_jax.training.quality.deltazip import compress, packed_bytes
+from zen_jax.training.quality.methods import Case
 from zen_jax.training.quality.spending import residual
+from zen_jax.training.quality.study import measure
 from zen_jax.training.quality.tunes import TUNES, fine_tune
 
 CONFIG = ModelConfig(
@@ -99,6 +106,31 @@ def test_prompts_alone_lie_between_the_two() -> None:
 def test_steps_that_there_are_none_of(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of 10 up to 60"):
         fine_tune(tmp_path, tmp_path, TUNES["maths"], tmp_path, 25)
+
+
+@pytest.mark.parametrize(("theirs", "taken"), [("German, 60 steps", True), ("German", False)])
+def test_marks_of_another_fine_tune_are_not_taken_over(
+    theirs: str, taken: bool, tmp_path: Path
+) -> None:
+    base, tuned = (
+        {
+            name: np.asarray(value, np.float32).astype(jnp.bfloat16)
+            for name, value in unfuse(CONFIG, init_params(CONFIG, jax.random.key(seed))).items()
+        }
+        for seed in (0, 1)
+    )
+    sheet = Sheet.of_windows(np.arange(4 * 9).reshape(4, 9) % CONFIG.vocab_size, batch=2)
+    subject = Subject("german", "German, 60 steps", CONFIG, base, tuned, sheet, ())
+    none = Samples(np.zeros((0, 3), np.int32), np.zeros((0, 2), np.float32))
+    known, results = (Results(tmp_path / f"{name}.json") for name in ("known", "own"))
+    spec = FORMATS["row"].spec
+    old = {"key": f"other {spec}", "bytes": 1, "error": 0.5, "nll": 9.0, "kl": 9.0, "exact": None}
+    known.open("german", {"title": theirs})["row"] = old
+    said: list[str] = []
+    measure(Case(subject, none, none, 2, 0, tmp_path), ["row"], results, known, said.append)
+    found = results.variants["german"]["formats"]["row"]
+    assert said == ["row"] and (found == old) == taken
+    assert taken or found["bytes"] > 100
 
 
 def _variant(answers: bool, ours: float) -> dict[str, Any]:

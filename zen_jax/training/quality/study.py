@@ -140,7 +140,10 @@ def measure(
         "weights": sum(value.size for value in matrices),
     }
     found = results.open(subject.name, about)
-    before: Mapping[str, Any] = known.variants.get(subject.name, {}).get("formats", {})
+    theirs: Mapping[str, Any] = known.variants.get(subject.name, {})
+    # A fine-tune of the same name that was trained for longer is another one.
+    same = theirs.get("title") == subject.title
+    before: Mapping[str, Any] = theirs["formats"] if same else {}
     own, plain = case_key(case), subject_key(subject)
     examine: Examiner | None = None
     for method in (METHODS[name] for name in methods):
