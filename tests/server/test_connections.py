@@ -46,9 +46,16 @@ def test_as_many_as_there_are_descriptors_for(
     assert ("ulimit -n" in caplog.text) == few
 
 
+async def closed(connection: socket.socket) -> None:
+    """Returns when the other side closes it; what it says until then is read."""
+    with contextlib.suppress(ConnectionError):
+        while await asyncio.get_running_loop().sock_recv(connection, 100):
+            pass
+
+
 @contextlib.asynccontextmanager
-async def silent(address: str, count: int) -> AsyncIterator[list["asyncio.Task[bytes]"]]:
-    """Connections that say nothing; a task ends with what the server says, b"" as it closes."""
+async def silent(address: str, count: int) -> AsyncIterator[list["asyncio.Task[None]"]]:
+    """Connections that say nothing; a task ends when the server closes its one."""
     host, port = address.split(":")
     loop, sockets, tasks = asyncio.get_running_loop(), [], []
     try:
@@ -56,7 +63,7 @@ async def silent(address: str, count: int) -> AsyncIterator[list["asyncio.Task[b
             sockets.append(socket.socket())
             sockets[-1].setblocking(False)
             await loop.sock_connect(sockets[-1], (host, int(port)))
-            tasks.append(asyncio.ensure_future(loop.sock_recv(sockets[-1], 100)))
+            tasks.append(asyncio.ensure_future(closed(sockets[-1])))
         yield tasks
     finally:
         for task in tasks:
@@ -74,8 +81,10 @@ async def test_grpc_takes_so_many_connections(tiny_store: Path, monkeypatch: Any
         async with asyncio.timeout(20), AsyncZenClient(server.address) as client:
             await client.list_variants()
             async with silent(server.address, 8) as over:
-                done, _ = await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
-                assert all(one.exception() or one.result() == b"" for one in done)
+                first = asyncio.FIRST_COMPLETED
+                # Who says nothing is closed after 10 s; who is too many, at once.
+                done, _ = await asyncio.wait(over, timeout=8, return_when=first)
+                assert done
                 assert len((await client.list_variants()).variants) == 3  # who is there stays
     finally:
         await server.stop()
@@ -94,7 +103,6 @@ async def test_a_tls_connection_over_http_that_says_nothing_is_closed(
     try:
         assert server.http is not None
         async with asyncio.timeout(20), silent(server.http.address, 1) as (waiting,):
-            with contextlib.suppress(ConnectionError):
-                assert await waiting == b""
+            await waiting
     finally:
         await server.stop()
