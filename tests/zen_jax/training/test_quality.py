@@ -16,6 +16,7 @@ from zen_jax.layout import unfuse
 from zen_jax.model import init_params, make_forward
 from zen_jax.training.format_study.formats import FORMATS
 from zen_jax.training.format_study.study import Results, Subject
+from zen_jax.training.quality import __main__ as quality_main
 from zen_jax.training.quality import report
 from zen_jax.training.quality.asides import eight_bits, prompt_only
 from zen_jax.training.quality.deltazip import compress, packed_bytes
@@ -101,6 +102,16 @@ def test_prompts_alone_lie_between_the_two() -> None:
     mixed = run(variant, base, tokens, half)
     np.testing.assert_allclose(mixed[:, :6], forward(variant, tokens)[:, :6], atol=1e-5)
     assert float(jnp.abs(mixed - forward(base, tokens))[:, 6:].max()) > 1e-3
+
+
+def test_each_study_is_of_its_own_fine_tunes() -> None:
+    parse = quality_main._parser().parse_args
+    assert parse(["family"]).only is None and parse(["smollm2"]).only is None
+    assert parse(["asides"]).only == ["zen4-german", "zen4-ultra", "zen4-morse"]
+    assert parse(["smollm2", "--only", "maths"]).only == ["maths"]
+    with pytest.raises(SystemExit) as left:
+        parse(["family", "--only", "maths"])
+    assert left.value.code == 2
 
 
 def test_steps_that_there_are_none_of(tmp_path: Path) -> None:

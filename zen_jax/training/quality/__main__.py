@@ -12,8 +12,9 @@ Resumable: what is measured already, and has not changed, is not measured again.
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from zen_jax.checkpoint.source import open_source
 from zen_jax.training.family import FAMILY, remember_compilations
@@ -22,6 +23,8 @@ from zen_jax.training.format_study.study import Results
 from zen_jax.training.quality import asides, budget, report
 from zen_jax.training.quality.methods import METHODS
 from zen_jax.training.quality.study import family_cases, measure, smollm2_cases
+from zen_jax.training.quality.tunes import TUNES
+from zen_jax.training.recipe import VARIANTS
 
 ROOT = FAMILY.parent
 # A text and two skills.
@@ -40,15 +43,18 @@ def _parser() -> argparse.ArgumentParser:
     texts = build / "family" / "work" / "texts"
     parser.add_argument("--texts", type=Path, default=texts, help="fetched if not there")
     commands = parser.add_subparsers(dest="command", required=True)
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--only", nargs="+", metavar="NAME", help="these fine-tunes")
-    own.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    commands.add_parser("family", parents=[own], help="the demo family")
-    beside = commands.add_parser("asides", parents=[own], help="8-bit bases, and prompts alone")
-    beside.set_defaults(only=ASIDES)
-    more = commands.add_parser("budget", parents=[own], help="ways to spend more bytes")
-    more.set_defaults(only=BUDGET)
-    real = commands.add_parser("smollm2", parents=[own], help="fine-tunes of SmolLM2-135M")
+
+    def study(name: str, what: str, known: Iterable[str], only: list[str] | None = None) -> Any:
+        made = commands.add_parser(name, help=what)
+        names = list(known)
+        made.add_argument("--only", nargs="+", choices=names, default=only, metavar="NAME")
+        made.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+        return made
+
+    study("family", "the demo family", VARIANTS)
+    study("asides", "8-bit bases, and prompts alone", VARIANTS, ASIDES)
+    study("budget", "ways to spend more bytes", VARIANTS, BUDGET)
+    real = study("smollm2", "fine-tunes of SmolLM2-135M", TUNES)
     base = build / "format-study" / "smollm2" / "base"
     real.add_argument("--base", type=Path, default=base, help="in bfloat16; its folder")
     real.add_argument("--steps", type=int, default=60, help="of fine-tuning; 60 is all")
