@@ -135,7 +135,7 @@ def intakes_of(pool: Pool) -> Intakes:
 async def test_two_who_ask_wait_for_one_intake(pool) -> None:
     intakes = intakes_of(pool)
     asked = [asyncio.create_task(intakes.wait("a", "mark", None)) for _ in range(2)]
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # both ask
     pool.go.set()
     assert all(waited >= 0 for waited in await asyncio.gather(*asked))
     assert pool.taken == ["a"]
@@ -178,7 +178,7 @@ async def test_time_and_room_are_bounded(pool) -> None:
         await intakes.wait("a", "mark", 0.05)
     assert caught.value.kind == "deadline"
     first = asyncio.create_task(intakes.wait("a", "mark", None))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it asks
     with pytest.raises(InboxFull, match="1 requests for a are waiting"):
         await intakes.wait("a", "mark", None, 1)
     pool.go.set()
@@ -188,7 +188,7 @@ async def test_time_and_room_are_bounded(pool) -> None:
 async def test_a_server_that_stops_keeps_nobody(pool) -> None:
     intakes = intakes_of(pool)
     asked = [asyncio.create_task(intakes.wait(name, "mark", None)) for name in "ab"]
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # both ask
     intakes.refuse("the server is stopping")
     for task in asked:
         with pytest.raises(LoadRefused, match="stopping") as caught:

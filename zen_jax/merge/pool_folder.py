@@ -263,7 +263,7 @@ class PoolFolder:
             while not _locked(handle):
                 if time.monotonic() >= until:
                     raise PoolBusy(f"{self.path} is being changed by another process; try again")
-                time.sleep(_LOOK_S)
+                time.sleep(_LOOK_S)  # flock has no limit of its own on waiting
             self._sweep()
             try:
                 yield

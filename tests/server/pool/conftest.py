@@ -53,6 +53,6 @@ def eventually() -> Callable[[Callable[[], bool]], None]:
         until = time.monotonic() + 10
         while not holds():
             assert time.monotonic() < until
-            time.sleep(0.01)
+            time.sleep(0.01)  # what is waited for tells nobody: it has to be looked at
 
     return wait

@@ -103,7 +103,7 @@ async def soon(holds: Callable[[], bool]) -> None:
     for _ in range(1000):
         if holds():
             return
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # another thread tells this loop nothing
     raise TimeoutError
 
 
