@@ -165,3 +165,22 @@ def test_logits_come_nearer_and_only_scales_change(scale: str) -> None:
     for name, delta in deltas.items():
         np.testing.assert_array_equal(delta.bits, sides.delta(name).bits)
         assert delta.scale.shape == sides.delta(name).scale.shape
+
+
+def test_padding_has_no_part_in_a_layers_loss() -> None:
+    rng = np.random.default_rng(3)
+    fixed = {
+        name: (jnp.asarray(rng.normal(size=shape), jnp.float32), None)
+        for name, shape in tensor_shapes(CONFIG).items()
+        if ".layers.0." in name
+    }
+    x, y = (jnp.asarray(rng.normal(size=(2, 6, CONFIG.hidden_size)), jnp.float32) for _ in "xy")
+    seen = jnp.asarray([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]], jnp.float32)
+    loss = module._layer_loss(CONFIG, 0)
+    whole = loss({}, fixed, (x, y, seen))
+    assert loss({}, fixed, (x, y + (1 - seen[..., None]) * 9, seen)) == whole
+    assert loss({}, fixed, (x, y + seen[..., None] * 9, seen)) != whole
+    # A mean over what is seen: the rest counts neither above nor below the line.
+    alone = loss({}, fixed, (x[:1, :4], y[:1, :4], seen[:1, :4]))
+    other = loss({}, fixed, (x[1:, :5], y[1:, :5], seen[1:, :5]))
+    assert float(whole) == pytest.approx((4 * float(alone) + 5 * float(other)) / 9, rel=1e-5)
